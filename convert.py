@@ -31,7 +31,7 @@ by layer and per byte, and the attention weights of one query. Columns: `low`, `
 rows; `to 512`, what is recovered among the tokens up to there in a row; `of the tuned`, against the better of
 the two teachers trained on; `order kept`, how often weights rank two keys as q.k does. Caches without a
 matrix stand beside: of the same tokens, and of as many bytes. A student with a limited cache is also run
-under the policies that it was not trained with.
+under the policies that it was not trained with, and every student in one text of four rows.
 """
 import copy
 import dataclasses
@@ -83,6 +83,7 @@ FIRST = 256                                             # tokens of the first ra
 COMPARED = 'sink', 'tova', 'h2o'                        # policies to compare with, see `caches`
 LONG = 1024                                             # most tokens per row without --row: T x T tensors
 BEGIN = 4096                                            # tokens at which new parameters begin, see `begin_as`
+LONGER = 4                                              # rows of the text in which it is judged beyond them
 LOOK = 1024                                             # tokens whose attention weights are compared
 SWAP_LR = 0.25                                          # divided by the width: 4e-3 at width 64, 1e-3 at 256
 LORA_FASTER = 10                                        # its small matrices bear more, and begin at zero
@@ -959,6 +960,23 @@ def both_stages(run, teacher, student, new, kind, distilled):
     return layers, query
 
 
+def in_one_text(run, teacher, student):
+    """Does the student hold beyond the rows that it was trained on? -> its perplexity in one text of LONGER
+    rows over the teacher's, which reads them one by one: a figure for each. Empty if that cannot be told"""
+    T = run.data.T
+    n = LONGER * T
+    if not run.of_text or len(run.data.val) <= n or (student.max_len or n) < n:
+        return []
+    parts = [(student, [0], n), (teacher, range(0, n, T), T)]
+    student_nats, teacher_nats = (
+        nats_along(model, *rows(run.data.val, [*begin], length, run.data.meta, run.data.device),
+                   'one text', run.data.dtype) for model, begin, length in parts)
+    over = (student_nats.view(LONGER, T) - teacher_nats).mean(1).exp().tolist()
+    say(f'in one text of {n:,} tokens: perplexity over the teacher\'s in rows of {T}, row by row: '
+        f'{", ".join(f"{x:.2f}" for x in over)}')
+    return over
+
+
 def means_over_layers(lines):
     """The lines of `compared` -> one per stage, with the mean of each column over the layers"""
     found = {}
@@ -1010,6 +1028,7 @@ def main(argv):
     figures = {**run.table[-1], 'commit': commit(), **dataclasses.asdict(args)}
     figures['before'] = run.table[-2].get('accuracy')       # the last stage
     files.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
+    one_text = in_one_text(run, teacher, student)
     for what, model in other_policies(student):
         run.add_line(f'the same, cached by {what}', model, steps=distilled + args.steps)
     if args.controls and args.steps:
@@ -1023,7 +1042,7 @@ def main(argv):
         print()
     files.write_json(f'{args.out}/convert.json', {
         'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
-        'table': run.table, 'layers': layers, 'query': query})
+        'table': run.table, 'layers': layers, 'query': query, 'in one text': one_text})
     print(f'{args.out}/convert.json has these tables; {next_command(args.out, meta["data"])}')
     forget(stages(args.out))
 

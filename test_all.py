@@ -3421,6 +3421,10 @@ def test_a_trained_cache_is_judged_under_other_policies_too(teacher, tmp_path):
                                 train.blocks(len(data[1]) - 1 - (len(data[1]) - 1) % 16 + 1, 16, data[2], 4))
         name = 'fine-tuned' if policy == 'sink' else f'the same, cached by {policy}'
         assert lines[name]['perplexity'] == pytest.approx(math.exp(nats), rel=1e-5)
+    tokens = torch.from_numpy(data[1][:65].astype(int))         # and in one text of four rows
+    student = costs(load(tmp_path / 'ckpt.safetensors')[0], tokens[None])[0].view(4, 16)
+    rows = costs(load(teacher)[0], tokens.unfold(0, 17, 16))
+    near((student - rows).mean(1).exp(), torch.tensor(found['in one text']), 1e-5)
 
 def tells_its_steps(said, stage, steps):
     return all(f'{stage} | step {i:5d}/{steps} | loss' in said for i in range(1, steps + 1))
