@@ -83,7 +83,7 @@ def wikitext2(clone):
     path = f'{clone}/data/wikitext2/meta.json'
     with open(path) as f:
         meta = json.load(f)
-    meta['tokenizer'] = 'json'                              # in one line, as a hub model's is kept
+    meta.update(tokenizer='json', marks=True)               # in one line, as a hub model's is kept
     meta['json'] = json.dumps(json.loads(meta['json']), ensure_ascii=False, separators=(',', ':'))
     write(path, [json.dumps(meta)])
     return meta['json']
