@@ -290,19 +290,28 @@ def speeds(half, theta, scaling, device):
     return w
 
 
+def angles(pos, half, theta=1e4, scaling=()):
+    """cos and sin of the angles of `rope` at the positions pos (.., T), each (.., T, half), fp32. Whole turns
+    are taken off in fp64: in fp32, the angle at position 10^7 is wrong by up to one radian."""
+    exact = torch.float32 if pos.device.type == 'mps' else torch.float64    # which has no fp64
+    angle = pos[..., None].to(exact) * speeds(half, theta, scaling, pos.device).to(exact)
+    angle = angle.remainder(2 * math.pi).float()
+    return angle.cos(), angle.sin()
+
+
+def rotated(x, cos, sin):
+    """x (B, H, T, d) with its pairs (x_i, x_{i+d/2}) rotated by these `angles`"""
+    cos = cos.to(x.dtype)
+    sin = sin.to(x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
 def rope(x, pos, theta=1e4, scaling=()):
     """Rotate the pairs (x_i, x_{i+d/2}) by the angle pos theta^(-2i/d). Su 2021, arXiv:2104.09864. What q
     finds at k then depends only on the distance of their positions.
-    x (B, H, T, d), d even   pos (.., T)   theta, scaling: as in `speeds`  ->  like x
-
-    Whole turns are taken off in fp64: in fp32, the angle at position 10^7 is wrong by up to one radian."""
-    exact = torch.float32 if x.device.type == 'mps' else torch.float64      # which has no fp64
-    angle = pos[..., None].to(exact) * speeds(x.shape[-1] // 2, theta, scaling, x.device).to(exact)
-    angle = angle.remainder(2 * math.pi).float()
-    cos = angle.cos().to(x.dtype)
-    sin = angle.sin().to(x.dtype)
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    x (B, H, T, d), d even   pos (.., T)   theta, scaling: as in `speeds`  ->  like x"""
+    return rotated(x, *angles(pos, x.shape[-1] // 2, theta, scaling))
 
 
 def start_bias(n_head, n, rate):
@@ -790,14 +799,15 @@ class Mixer(nn.Module):
         self.n = flags.get('writes', 1)                 # keys and values per token, in each head
         n_kv = c.n_kv_head or c.n_head
         self.sizes = [c.n_head * self.key_dim, n_kv * self.n * self.key_dim, n_kv * self.n * self.head_dim]
-        self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling)
+        turned_by = {'theta': c.theta, 'scaling': c.rope_scaling}
+        self.angles = functools.partial(angles, **turned_by)
         self.qkv = nn.Linear(c.n_embd, sum(self.sizes), bias=c.bias)
         self.rope = c.uses_rope(rule) and flags.get('positions', 'true') == 'true'  # else Cache rotates them
         if rule in MATRIX:
             self.memory = FastWeights(rule, c.n_embd, n_kv, self.head_dim, causal=causal, **flags)
         else:
             self.memory = Cache(rule, c.n_embd, c.n_head, self.head_dim, n_kv=n_kv, causal=causal,
-                                rope=self.turn, **flags)
+                                rope=functools.partial(rope, **turned_by), **flags)
         self.out_norm = None
         if c.out_norm and rule in MATRIX and not self.memory.normalise:   # else they are normalised already
             self.out_norm = nn.LayerNorm(self.head_dim, bias=False)
@@ -812,8 +822,9 @@ class Mixer(nn.Module):
         k = by_head(k, self.n * self.key_dim)
         if self.rope:
             steps = t + torch.arange(x.shape[1], device=x.device)
-            q = self.turn(q, steps)
-            k = self.turn(k, steps)
+            cos, sin = self.angles(steps, self.key_dim // 2)    # of both
+            q = rotated(q, cos, sin)
+            k = rotated(k, cos, sin)
         return q, k, by_head(v, self.n * self.head_dim)
 
     def merge(self, o):
