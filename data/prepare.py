@@ -535,23 +535,24 @@ def load_set(name, root=None, tokenizer=None, like=None):
     if like:
         meta.bos = like.bos
     if meta.json:
-        tell_special(name, np.concatenate([train, val]), meta)
+        tell_special(name, [train, val], meta)
     return train, val, meta
 
 
-def tell_special(name, tokens, meta):
+def tell_special(name, sides, meta):
     """Say what one should know of special tokens before one trusts the figures."""
-    if meta.row:
-        tokens = tokens.reshape(-1, 2, meta.row)[:, 0]          # without targets
-        tokens = tokens[tokens != meta.pad]
-    lost = vocabulary.lost(tokens, meta)
+    if meta.row:                                                # inputs alone, without padding
+        inputs = [side.reshape(-1, 2, meta.row)[:, 0] for side in sides]
+        sides = [tokens[tokens != meta.pad] for tokens in inputs]
+    lost = sum(vocabulary.lost(tokens, meta) for tokens in sides)
     if lost:
-        note(f'--data={name}: {lost:,} of {tokens.size:,} tokens stand for letters that the tokenizer does '
-             'not know. These are lost, and no figure counts them')
-    _, special = vocabulary.special_ids(meta.json)
-    found = np.isin(tokens, special).sum()
-    if meta.marks and meta.kind == 'text' and found:
-        note(f'--data={name}: {found:,} of its tokens are special ones, such as <s>, which are read as such')
+        note(f'--data={name}: {lost:,} of {sum(map(len, sides)):,} tokens stand for letters that the '
+             'tokenizer does not know. These are lost, and no figure counts them')
+    if meta.marks and meta.kind == 'text':
+        _, special = vocabulary.special_ids(meta.json)
+        found = sum(np.isin(tokens, special).sum() for tokens in sides)
+        if found:
+            note(f'--data={name}: {found:,} of its tokens are special ones, such as <s>, and read as such')
 
 
 def remedy_for(meta, like):

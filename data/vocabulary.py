@@ -47,8 +47,8 @@ def read_tokenizer(text):
     from_str = package().Tokenizer.from_str
     with of_package('no description of a tokenizer'):
         tokenizer = from_str(text)
-    decoder = json.dumps(json.loads(text).get('decoder'))
-    if re.search('"stop": [1-9]', decoder):                     # it panics, in many lines
+    decoder = tokenizer.decoder.__getstate__() if tokenizer.decoder else b''        # its part of the JSON
+    if re.search(b'"stop":[1-9]', decoder):                     # it panics, in many lines
         raise ValueError('its decoder strips the ends of texts; the package tokenizers cannot, of short ones')
     return tokenizer
 
@@ -265,9 +265,9 @@ def special_ids(text):
 
 def lost(tokens, meta):
     """How many of these tokens stand for letters that the tokenizer does not know."""
-    if not meta.json:
+    unknown, _ = special_ids(meta.json) if meta.json else (None, [])
+    if unknown is None:
         return 0
-    unknown, _ = special_ids(meta.json)
     return np.count_nonzero(np.asarray(tokens) == unknown)
 
 

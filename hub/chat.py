@@ -5,8 +5,8 @@
 
 A template is a program in Jinja that comes with the model. It runs in Jinja's sandbox.
 
-What a user says never becomes a special token: each word of it that would be one is replaced by a character
-of its own, until the text around has been cut at its special tokens.
+What a user says never becomes a special token: each word of it that would be one is replaced by a private
+character while the template is rendered, and is read as letters.
 """
 import datetime
 import functools
@@ -49,16 +49,17 @@ def refuse_silent(data):
                          f'whose folder has {TEMPLATE}, or leave --chat out')
 
 
-def rendered(messages, data, ask=True):
-    """The text that the chat template makes of messages, a list of {'role', 'content'}, as transformers
-    would. ask: up to where the next answer begins. ValueError if there is no template, or it is broken or
-    refuses them."""
+@functools.lru_cache(4)
+def compiled(template):
+    """A chat template, as transformers compiles it."""
     import jinja2.ext
     import jinja2.sandbox
-    refuse_silent(data)
 
     def raise_exception(why):
         raise jinja2.TemplateError(why)
+
+    def strftime_now(form):
+        return datetime.datetime.now().strftime(form)
 
     def tojson(x, ensure_ascii=False, **how):
         return json.dumps(x, ensure_ascii=ensure_ascii, **how)
@@ -73,13 +74,22 @@ def rendered(messages, data, ask=True):
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', Generation])
     env.filters['tojson'] = tojson
-    env.globals.update(raise_exception=raise_exception, strftime_now=datetime.datetime.now().strftime)
+    env.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    return env.from_string(template)
+
+
+def rendered(messages, data, ask=True):
+    """The text that the chat template makes of messages, a list of {'role', 'content'}, as transformers
+    would. ask: up to where the next answer begins. ValueError if there is no template, or it is broken or
+    refuses them."""
+    refuse_silent(data)
     names = {name: flags['content'] for name, flags in named(data.files or {}).items()}
     messages = [{**message, 'content': marked(message['content'], data)} for message in messages]
     try:
-        template = env.from_string(data.template)
-        return template.render(messages=messages, add_generation_prompt=ask, tools=None, documents=None,
-                               **names)
+        return compiled(data.template).render(
+            messages=messages, add_generation_prompt=ask, tools=None, documents=None, **names)
+    except ModuleNotFoundError:                         # jinja2 itself
+        raise
     except Exception as e:      # noqa: BLE001  a template may raise anything
         raise ValueError(f'the chat template does not take these messages: {type(e).__name__}: {e}') from None
 

@@ -1,6 +1,6 @@
 """What a pretrained folder's text is: its tokenizer, its special tokens, the tokens that end a text.
 
-    data = tokens_of('FOLDER', 49152)                   # a Data
+    data = tokenizer_of('FOLDER', 49152)                # a Data
     add_texts('FOLDER', data, 2)                        # and what a chat needs
 
 Several files have a say, and older folders lack some of them. We read what transformers reads:
