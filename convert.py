@@ -100,7 +100,7 @@ class Args:
                                'you give override it', list(RECIPES))
     from_: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2; OWNER/NAME; a folder', path=True)
     revision: str = flag('main', 'branch, tag or commit on the hub')
-    data: str = flag('', 'text, task or pairs to train on; default: those of the teacher', path=True)
+    data: str = flag('', 'text, task, pairs or conversations; default: those of the teacher', path=True)
     out: str = flag('out/convert', 'folder for the checkpoint, tables and log', path=True)
     swap: str = flag(','.join(ATTENTIONS), 'in a translator: which attention to swap')
     distil: str = flag('auto', 'stage 1, layer by layer: match attention weights (ce), outputs (mse) or '

@@ -89,8 +89,9 @@ class Config:
                      SOURCE_RULES)
     n_head: int = flag(8, 'heads', low=1, high=1024)
     n_embd: int = flag(128, 'width', low=1, high=2 ** 17)
-    block_size: int = flag(128, 'tokens in a training row of a text (a task has its own); default with '
-                           '--init: those of the model, if from the hub at most 512', low=1, high=2 ** 24)
+    block_size: int = flag(128, 'tokens in a training row of a text (a task has its own); with --init, at '
+                           'most so many of labelled lines and chats; default with --init: those of the '
+                           'model, if from the hub at most 512', low=1, high=2 ** 24)
     dropout: float = flag(0.0, 'dropout', low=0, high=0.99)
     vocab_size: int = known(256, 1, 2 ** 32)        # from here on: set by the data
     classes: int = known(0, 0, 2 ** 32)     # number of classes; 0: the model predicts tokens

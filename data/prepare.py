@@ -24,7 +24,8 @@ nothing is shifted. A target equal to ignore (vocab_size, or classes if these ar
 loss.
 
 Labelled texts are in bytes, or in the tokens of --tokenizer; pad is one more token. If a set has no published
-validation side, every tenth line validates. Texts are cut off after 1,024 tokens (trec-64: after 64).
+validation side, every tenth line validates. Texts, and conversations, are cut off after 1,024 tokens or what
+a model takes (trec-64: after 64).
 
 Pairs, for translation, are in bpe:4096, learned from both languages, or in the tokens of --tokenizer. The
 first `source` tokens of a row are a sentence. The others are read by the decoder: a pad token to start with,
