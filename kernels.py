@@ -442,7 +442,8 @@ def by_worth(q, k, v, cached, t, policy, cache, sinks, spill, turn):
         there[:, :, cache + i] = True
         seen[:, :, i] = there
         a = weights(i)
-        worth = POLICIES[policy](a, total + a, pos, t + i, cache, sinks).nan_to_num(0)      # NaN evicts, too
+        worth = POLICIES[policy](a, total + a, pos, cached['v'], t + i, cache, sinks)
+        worth = worth.nan_to_num(0)                     # NaN evicts, too
         worth = worth.masked_fill(~there, math.inf)
         worst = worth == worth.amin(-1, keepdim=True)
         gone[:, :, i:i + 1] = torch.where(worst, pos, t + T).argmin(-1, keepdim=True)       # the oldest

@@ -332,7 +332,8 @@ def test_taylor_is_the_second_order_series_of_softmax():
 
 # ---- 5. The other kind of state: a cache ------------------------------------------------------------------
 
-BY_HAND = 'window sink h2o h2o-layer tova tova-sink tova-head random'.split()
+BY_TOTAL = 'h2o h2o-layer mean mean-v'.split()
+BY_HAND = 'window sink tova tova-sink tova-head random'.split() + BY_TOTAL
 
 def by_the_book(policy, q, k, v, cache, sinks):
     """Oren 2024, algorithm 1, and its like, in lists. q (H, T, d), k, v (G, T, d): of H / G heads each -> o,
@@ -344,16 +345,19 @@ def by_the_book(policy, q, k, v, cache, sinks):
         """Of token i to group h, behind step t, whose attention is a; total: of all steps so far."""
         if policy not in BY_HAND:               # one of your own: its line is its book
             pos = torch.arange(T).expand(1, G, T)
-            return POLICIES[policy](a[None], total[None], pos, t, cache, sinks)[0, h, i]
+            return POLICIES[policy](a[None], total[None], pos, v[None], t, cache, sinks)[0, h, i]
         if 'sink' in policy and i < sinks:
             return math.inf
-        if 'h2o' in policy and i > t - cache // 2:
+        if policy in BY_TOTAL and i > t - cache // 2:
             return math.inf
         if policy in ('window', 'sink'):
             return i
         if policy == 'random':
             return (i * 40503 + t * 30011) % 65537
-        seen = total if 'h2o' in policy else a
+        if 'mean' in policy:
+            length = v[h, i].square().sum().sqrt() if policy == 'mean-v' else 1
+            return total[h, i] * length / (t - i + 1)
+        seen = total if policy in BY_TOTAL else a
         return seen[h, i] if policy in ('h2o', 'tova-head') else seen[:, i].mean()
     for t in range(T):
         a = torch.zeros(G, T, dtype=f64)
@@ -727,7 +731,7 @@ def test_fast_caches_equal_the_definition_in_all_they_return(policy):
     """With a prompt, then steps; with tokens evicted before a step reads, and keys that are turned."""
     q, k, v = torch.randn(2, 6, 17, 4, dtype=f64), *torch.randn(2, 2, 3, 17, 4, dtype=f64)
     q[:, :, 6:9] = 0                            # ties
-    totals = ['total'] if 'h2o' in policy else []               # which nobody else asks for
+    totals = ['total'] if policy in BY_TOTAL else []             # which nobody else asks for
     turned = partial(fastweight.turned, rope=rope, positions='compress')
     for cache, spill, turn, t in [
             (5, False, None, 0), (5, True, None, 0), (4, False, turned, 0), (20, False, None, 0), (5, False, None, 1),
@@ -1378,7 +1382,7 @@ def test_what_no_flag_says_is_refused_in_python_too(given, why):
         GPT(Config(**dict(n_layer=1, n_embd=16, n_head=4) | given))
 
 def test_a_rule_a_map_and_a_policy_of_your_own_may_come_at_any_time(a_model, monkeypatch):
-    monkeypatch.setitem(POLICIES, 'odd', lambda a, total, pos, t, cache, sinks: pos % 2 + pos / 1e3)
+    monkeypatch.setitem(POLICIES, 'odd', lambda a, total, pos, v, t, cache, sinks: pos % 2 + pos / 1e3)
     monkeypatch.setitem(FEATURE_MAPS, 'cube', partial(fastweight.FeatureMap, f=lambda x: x.relu() ** 3))
     monkeypatch.setitem(RULES, 'mine', fastweight.Rule('sum by cubes', 'cube', 'attn'))
     monkeypatch.setitem(RULES, 'oddly', fastweight.Rule('keeps odd places', keeps='odd'))
