@@ -383,7 +383,8 @@ POLICIES = {
     'mean-v': lambda a, total, pos, v, t, cache, sinks: (
         newest_half(total * v.norm(dim=-1) / (t + 1 - pos), pos, t, cache)),
     'tova': lambda a, total, pos, v, t, cache, sinks: of_layer(a),
-    'tova-sink': lambda a, total, pos, v, t, cache, sinks: of_layer(a).masked_fill(pos < sinks, math.inf),
+    'tova-sink': lambda a, total, pos, v, t, cache, sinks: (
+        of_layer(a).masked_fill(pos < sinks, math.inf)),
     'tova-head': lambda a, total, pos, v, t, cache, sinks: a,
     'random': lambda a, total, pos, v, t, cache, sinks: ((pos * 40503 + t * 30011) % 65537).float(),
 }
