@@ -69,13 +69,15 @@ from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, Ro
 RECIPES = {
     'pure': '--rule=gla-beta --distil=hidden --learn=mixer --faster=5',
     'hybrid': '--rule=sink --cache=64 --overflow=sum:slots --distil=mse --faster=5',
+    'cache': '--rule=sink --cache=157 --steps=1300',        # as many bytes as hybrid keeps for heads of 32
     'hedgehog': '--rule=sum --phi=hedgehog:listing --distil=ce --loss=next',
     't2r': '--rule=sum --phi=t2r --distil=none --loss=next',
     'decay': '--rule=decay --distil=none --loss=next'}
 # For a large teacher, which knows a lot, learns from little and would be destroyed by larger rates
 LARGE_RECIPES = RECIPES | {
     'pure': '--rule=gla-beta --gate_rank=16 --distil=mse --faster=20 --distil_steps=80 --steps=408 --lr=1e-4',
-    'hybrid': '--rule=sink --cache=64 --overflow=sum:slots --distil=mse --faster=20'}
+    'hybrid': '--rule=sink --cache=64 --overflow=sum:slots --distil=mse --faster=20',
+    'cache': '--rule=sink --cache=253 --steps=488'}         # heads of 64
 LARGE = '--batch_size=1 --distil_steps=8 --steps=480 --eval_rows=16'        # defaults with all of these
 ATTENTIONS = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
 KEEP = 'costly', 'first', 'last', 'spread'              # which layers may stay softmax, see `stay`
@@ -112,7 +114,7 @@ class Args:
     distil_lr: float = flag(1e-2, 'peak learning rate of stage 1', low=0, high=100)
     steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0, high=10 ** 9)
     lr: float = flag(None, f'peak learning rate of stage 2; default: {SWAP_LR:g} / width; of a large model, '
-                     f'or with --overflow, {PRETRAINED_LR:g} / width; with --lora ten times that', low=0,
+                     f'or where tokens are cached, {PRETRAINED_LR:g} / width; with --lora ten times that', low=0,
                      high=100)
     faster: float = flag(1.0, 'stage 2: a factor on the learning rate of new parameters; where --lora has '
                               'ten times the rate, a recipe\'s is divided by ten', low=0, high=1000)
@@ -127,6 +129,8 @@ class Args:
                           high=10 ** 9)
     export: str = flag('', 'only write the model of --from into this folder, for transformers', path=True)
     fold: bool = flag(False, 'multiply phi into W_q and W_k at the end; needs --phi=t2r, no rope')
+    beside: str = flag('', 'models to judge on the same rows, separated by commas: a cache of as many bytes '
+                           'that was trained alike (--recipe=cache)', path=True)
     controls: bool = flag(True, 'also train the teacher for as many steps, at two rates, and the student '
                                 'from scratch')
     eval_every: int = flag(250, 'steps between evaluations; each also saves, for --resume', low=1,
@@ -513,23 +517,44 @@ def fold(model):
     return folded
 
 
-@torch.inference_mode()
-def nats_along(model, x, y, what, dtype=torch.float32):
-    """Read rows x (B, T), each from an empty state -> nats (B, T) of the targets y (B, T). We read in pieces,
-    so memory hardly grows with B and T. what: begins the progress bar; dtype: of the matrix products"""
+def logits_along(model, x, y, what, dtype):
+    """Read rows x (B, T), each from an empty state, in pieces, so that memory hardly grows with B and T. Yield
+    the piece as an index, its logits (n, vocab), its targets of y (n,)"""
     B, T = x.shape
     tokens = tokens_at_once(model.config.vocab_size, x.device)
     segment = max(1, min(T, 512, tokens))
     at_once = max(1, tokens // segment)
     pieces = [(i, t) for i in range(0, B, at_once) for t in range(0, T, segment)]
-    nats = torch.empty(B, T)
     for i, t in progress(pieces, what):
         if t == 0:
             state = None
         piece = slice(i, i + at_once), slice(t, t + segment)
         logits, targets, state = predict(model, x[piece], y[piece], state, Data(), dtype)
+        yield piece, logits, targets
+
+
+@torch.inference_mode()
+def nats_along(model, x, y, what, dtype=torch.float32):
+    """Nats (B, T) of the targets y (B, T) of rows x (B, T), each from an empty state. what: begins the
+    progress bar; dtype: of the matrix products"""
+    nats = torch.empty(x.shape)
+    for piece, logits, targets in logits_along(model, x, y, what, dtype):
         nats[piece] = F.cross_entropy(logits, targets, reduction='none').view_as(nats[piece])
     return nats
+
+
+@torch.inference_mode()
+def nats_and_kl(teacher, model, x, y, what, dtype=torch.float32):
+    """As `nats_along`, and KL(teacher || model) at each position -> nats, KL (B, T)"""
+    nats = torch.empty(x.shape)
+    kl = torch.empty(x.shape)
+    both = zip(logits_along(teacher, x, y, '', dtype), logits_along(model, x, y, what, dtype))
+    for (_, wanted, _), (piece, logits, targets) in both:
+        log_p = logits.log_softmax(-1)
+        log_wanted = wanted.log_softmax(-1)
+        nats[piece] = F.nll_loss(log_p, targets, reduction='none').view_as(nats[piece])
+        kl[piece] = F.kl_div(log_p, log_wanted, log_target=True, reduction='none').sum(-1).view_as(kl[piece])
+    return nats, kl
 
 
 def ranges(T, first):
@@ -656,7 +681,10 @@ class Conversion:
         self.begin = blocks(n, data.T, data.meta, args.eval_rows)
         self.x, self.y = rows(data.val, self.begin, data.T, data.meta, data.device)
         self.part = of_part(data.meta, self.y[self.y >= 0].tolist())    # the meta of these rows alone
+        self.teacher = None
         self.teacher_nats = None                            # per token of these rows
+        self.judged = None                                  # the model judged last: its nats by row
+        self.by_row = {}                                    # those of each line of the table
         self.log = log_of(args)
         if not args.resume:
             forget(stages(args.out))                        # what a stopped conversion left
@@ -670,18 +698,21 @@ class Conversion:
             row = {'perplexity': math.exp(min(loss, 80)), **right}
             return {**row, 'recovered': share(row, self.table[0] if self.table else row)}
         was_training = model.training
-        nats = nats_along(model.eval(), self.x, self.y, label, self.data.dtype)
+        self.teacher = self.teacher or model
+        nats, kl = nats_and_kl(self.teacher, model.eval(), self.x, self.y, label, self.data.dtype)
         model.train(was_training)
         if self.teacher_nats is None:
             self.teacher_nats = nats
+        self.judged = nats.mean(1)
         mean = nats.mean().item()
         return {'perplexity': math.exp(min(mean, 80)), 'bits per byte': self.part.bits_a_nat() * mean,
-                **recovered(self.teacher_nats - nats, self.part)}
+                **recovered(self.teacher_nats - nats, self.part), 'KL': kl.mean().item()}
 
     def add_line(self, name, model, *done, steps=0, columns=None):
         """Add a line to the table and print it: how good a model is after these stages and steps. columns:
         those of `columns_of`, if they are known"""
         row = columns or self.columns_of(model, name)
+        self.by_row[name] = self.judged
         seconds = sum(self.seconds[stage] for stage in done)
         self.table.append({'model': name, **row, 'tokens': steps * self.tokens,
                            'minutes': round(seconds / 60, 2), 'state bytes': bytes_after(model, self.data.T)})
@@ -812,7 +843,7 @@ def by_recipe(given, changes, teacher):
     if 'layers' in changes or not alike:                    # another rule: drop the recipe's map, norm, cache
         kind = {'rule': StudentFlags.rule}
     changes = {**kind, **changes}
-    near = large or changes.get('overflow')                 # what begins near its teacher may not leave it
+    near = large or RULES[rule].bounded                     # what begins near its teacher may not leave it
     lr = (PRETRAINED_LR if near else SWAP_LR) / teacher.config.n_embd
     flags = {'lr': lr, 'faster': Args.faster, **way, **own}
     if teacher.config.classes:
@@ -960,7 +991,7 @@ def both_stages(run, teacher, student, new, kind, distilled):
     return layers, query
 
 
-def in_one_text(run, teacher, student):
+def in_one_text(run, name, teacher, student):
     """Does the student hold beyond the rows that it was trained on? -> its perplexity in one text of LONGER
     rows over the teacher's, which reads them one by one: a figure for each. Empty if that cannot be told"""
     T = run.data.T
@@ -972,9 +1003,33 @@ def in_one_text(run, teacher, student):
         nats_along(model, *rows(run.data.val, [*begin], length, run.data.meta, run.data.device),
                    'one text', run.data.dtype) for model, begin, length in parts)
     over = (student_nats.view(LONGER, T) - teacher_nats).mean(1).exp().tolist()
-    say(f'in one text of {n:,} tokens: perplexity over the teacher\'s in rows of {T}, row by row: '
+    say(f'{name} in one text of {n:,} tokens: perplexity over the teacher\'s in rows of {T}, row by row: '
         f'{", ".join(f"{x:.2f}" for x in over)}')
     return over
+
+
+def models_beside(paths, of, data, device):
+    """Yield path and model of each of --beside. ValueError if its tokens are not those of `data`, the tokens of
+    the model in `of`."""
+    for source in filter(None, paths.split(',')):
+        model, meta = load(source, device)
+        if not data.has_tokens_of(meta['data']):
+            tokens = meta['data'].summary()
+            raise ValueError(f'--beside={source}: its tokens ({tokens}) are not those of {of}; train both '
+                             'on the same data')
+        yield source, model
+
+
+def over_the_best(run, name, others):
+    """The perplexity of a line of the table over that of the best of other lines, row by row -> the name of
+    the best, the ratio, its 95 % interval over rows. None where there are no others, or no text"""
+    if not (run.of_text and others):
+        return None
+    best = min(others, key=lambda other: run.by_row[other].mean())
+    over = recovered((run.by_row[name] - run.by_row[best])[:, None], run.part)
+    say(f'row by row, perplexity over that of the best cache, {best}: {over["recovered"]:.3f} '
+        f'({over["low"]:.3f} to {over["high"]:.3f})')
+    return best, over['recovered'], over['low'], over['high']
 
 
 def means_over_layers(lines):
@@ -1017,9 +1072,16 @@ def main(argv):
     tell_start(args, name, data, teacher, student, new)
     distilled = args.distil_steps if kind != 'none' else 0  # batches of stage 1
     run.add_line('teacher', teacher)
+    beside = list(models_beside(args.beside, args.from_, meta['data'], device))
     for cached, model in caches(teacher, student, data.T):
         run.add_line(cached, model)
+    for source, model in beside:
+        run.add_line(source, model)
+        for policy, other in other_policies(model):
+            run.add_line(f'{source}, cached by {policy}', other)
+    others = list(run.by_row)[1:]                           # but for the teacher
     layers, query = both_stages(run, teacher, student, new, kind, distilled)
+    over_best = over_the_best(run, run.table[-1]['model'], others)
     plain = student.config
     if args.fold:
         student = fold(student)
@@ -1028,7 +1090,8 @@ def main(argv):
     figures = {**run.table[-1], 'commit': commit(), **dataclasses.asdict(args)}
     figures['before'] = run.table[-2].get('accuracy')       # the last stage
     files.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
-    one_text = in_one_text(run, teacher, student)
+    one_text = {source: in_one_text(run, source, teacher, model)
+                for source, model in [(args.out, student), *beside]}
     for what, model in other_policies(student):
         run.add_line(f'the same, cached by {what}', model, steps=distilled + args.steps)
     if args.controls and args.steps:
@@ -1042,7 +1105,8 @@ def main(argv):
         print()
     files.write_json(f'{args.out}/convert.json', {
         'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
-        'table': run.table, 'layers': layers, 'query': query, 'in one text': one_text})
+        'table': run.table, 'layers': layers, 'query': query, 'in one text': one_text,
+        'over the best cache': over_best})
     print(f'{args.out}/convert.json has these tables; {next_command(args.out, meta["data"])}')
     forget(stages(args.out))
 

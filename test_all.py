@@ -3413,22 +3413,34 @@ def converted(teacher, out, *flags):
     assert convert.main([f'--from={teacher}', f'--out={out}', *short, *flags]) == 0
     return json.loads((Path(out) / 'convert.json').read_text())
 
-def test_a_trained_cache_is_judged_under_other_policies_too(teacher, tmp_path):
-    """Those that it was not trained with, with the same weights and as many tokens."""
-    found = converted(teacher, tmp_path, '--rule=sink', '--cache=6', '--distil=none', '--controls=false')
+def test_a_student_is_judged_under_other_policies_and_beside_other_models(teacher, a_model, tmp_path):
+    """Policies that it was not trained with: the same weights, as many tokens. KL is the teacher's, over all words."""
+    delta = a_model('--rule=delta')
+    found = converted(teacher, tmp_path, '--rule=sink', '--cache=6', '--distil=none', '--controls=false', f'--beside={delta}')
     lines = {row['model']: row for row in found['table']}
     assert [name for name in lines if name.startswith('the same')] == [f'the same, cached by {p}' for p in ('tova', 'h2o')]
     data = prepare.load_set(load(teacher)[1]['args']['data'])
-    for policy in 'sink', 'tova', 'h2o':
-        rows = train.Rows(*data, 16, torch.device('cpu'))
-        nats, _ = rows.evaluate(load(tmp_path / 'ckpt.safetensors', rule=policy)[0],
-                                train.blocks(len(data[1]) - 1 - (len(data[1]) - 1) % 16 + 1, 16, data[2], 4))
-        name = 'fine-tuned' if policy == 'sink' else f'the same, cached by {policy}'
-        assert lines[name]['perplexity'] == pytest.approx(math.exp(nats), rel=1e-5)
+    n = len(data[1]) - 1
+    x, y = train.rows(data[1], train.blocks(n - n % 16 + 1, 16, data[2], 4), 16, data[2], torch.device('cpu'))
+    log_p = {}
+    with torch.no_grad():
+        for name, source, rule in [
+                ('teacher', teacher, ''), ('fine-tuned', tmp_path / 'ckpt.safetensors', ''), (delta, delta, ''),
+                *[(f'the same, cached by {p}', tmp_path / 'ckpt.safetensors', p) for p in ('tova', 'h2o')]]:
+            log_p[name] = load(source, **{'rule': rule} if rule else {})[0](x)[0].log_softmax(-1)
+            right = log_p[name].gather(-1, y[..., None])
+            assert lines[name]['perplexity'] == pytest.approx(math.exp(-right.mean()), rel=1e-5)
+            far = (log_p['teacher'].exp() * (log_p['teacher'] - log_p[name])).sum(-1).mean()
+            assert lines[name]['KL'] == pytest.approx(far.item(), rel=1e-4, abs=1e-7)
+    others = [name for name in lines if name == delta or '6 cached by' in name or 'as many' in name]
+    best, ratio, low, high = found['over the best cache']
+    assert best == min(others, key=lambda name: lines[name]['perplexity']) and low <= ratio <= high
+    assert ratio == pytest.approx(lines['fine-tuned']['perplexity'] / lines[best]['perplexity'])
     tokens = torch.from_numpy(data[1][:65].astype(int))         # and in one text of four rows
-    student = costs(load(tmp_path / 'ckpt.safetensors')[0], tokens[None])[0].view(4, 16)
     rows = costs(load(teacher)[0], tokens.unfold(0, 17, 16))
-    near((student - rows).mean(1).exp(), torch.tensor(found['in one text']), 1e-5)
+    for name, source in (str(tmp_path), tmp_path / 'ckpt.safetensors'), (delta, delta):
+        student = costs(load(source)[0], tokens[None])[0].view(4, 16)
+        near((student - rows).mean(1).exp(), torch.tensor(found['in one text'][name]), 1e-5)
 
 def tells_its_steps(said, stage, steps):
     return all(f'{stage} | step {i:5d}/{steps} | loss' in said for i in range(1, steps + 1))
@@ -3571,6 +3583,7 @@ WINDOWED = dict(rule='sink', cache=9, overflow='sum:slots')
     ('--recipe=hybrid --cache=9', HYBRID, WINDOWED),
     ('--recipe=t2r', dict(distil='none', learn='new', faster=1), dict(rule='sum', phi='t2r')),
     ('--recipe=hybrid --overflow=', HYBRID, WINDOWED | dict(cache=64, overflow='')),
+    ('--recipe=cache', dict(distil='auto', learn='new', faster=1, steps=1300), dict(rule='sink', cache=157)),
     ('--rule=delta --learn=new', dict(learn='new'), dict(rule='delta')),
     ('--recipe=hybrid --rule=window', HYBRID, WINDOWED | dict(rule='window', cache=64)),
     ('--layers=softmax,gla', {}, dict(rule='sum', layers='softmax,gla'))])
@@ -3579,7 +3592,7 @@ def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(gi
     teacher = load(a_model('--rule=softmax'))[0]
     given, found = convert.by_recipe(*convert.flags_of(given.split()), teacher)
     args = convert.Args(**given)
-    lr = (.03 if found.get('overflow') else .25) / 16
+    lr = (.03 if 'cache' in found else .25) / 16
     expected = dict(distil='hidden', learn='mixer', faster=5, lr=lr, steps=1000, batch_size=4, row=16) | way
     assert found == changes and {name: getattr(args, name) for name in expected} == expected
     monkeypatch.setattr(train, 'SMALL', 0)

@@ -23,7 +23,7 @@ from data.kinds import Data
 from fastweight import RULES
 from hub import chat
 from papers.harness import (DELTA, Panel, Suite, Way, a_line, a_row, a_text, chosen, column, from_nothing,
-                            models_beside, only, softmax_model, ways_of)
+                            only, softmax_model, ways_of)
 
 
 # ---- suites mqar, tracking ---------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def beside_caches(args, suite):
     if not args.beside:
         raise ValueError(f'--beside= is missing: the models that convert.py made of {path}')
     models = {'softmax': teacher}
-    for source, student in models_beside(args, path, meta['data']):
+    for source, student in convert.models_beside(args.beside, path, meta['data'], args.device):
         models |= dict(convert.caches(teacher, student, max(args.lengths)))
         models[source] = student
         models |= {f'{source}, {policy}': model for policy, model in convert.other_policies(student)}

@@ -456,15 +456,3 @@ def model_and_rows(args, quick, full):
         count = min(count, 16)
     x, _, data, _ = a_text(args, path, meta, tokens_a_row(args, model.config), count, args.data)
     return model, x, data
-
-
-def models_beside(args, path, data):
-    """Yield the path and the model of each of --beside. ValueError if its tokens are not those of `data`, the
-    tokens of the model in `path`."""
-    for source in filter(None, args.beside.split(',')):
-        model, meta = load(source, args.device)
-        if not data.has_tokens_of(meta['data']):
-            tokens = meta['data'].summary()
-            raise ValueError(f'--beside={source}: its tokens ({tokens}) are not those of {path}; train both '
-                             'on the same data')
-        yield source, model

@@ -25,8 +25,7 @@ from common.weights import state_bytes
 from data import prepare, tasks, vocabulary
 from model import load
 from papers.harness import (Panel, Suite, Way, a_line, a_text, chosen, from_nothing, model_and_rows,
-                            models_beside, once, only, over, over_seeds, softmax_model, task_rows,
-                            tokens_a_row, ways_of)
+                            once, only, over, over_seeds, softmax_model, task_rows, tokens_a_row, ways_of)
 
 SHARES = 64, 32, 16, 8, 4, 2, 1         # the cache is 1 / this of a row
 EVICTING = 'random', 'window', 'sink', 'h2o', 'tova-head', 'tova'
@@ -104,7 +103,7 @@ def far_along_a_text(args, suite):
     models = {}
     for form, (policy, positions) in only(args, suite.lines).items():
         models[form] = with_cache(teacher, policy, size, positions=positions)
-    for source, model in models_beside(args, path, data):
+    for source, model in convert.models_beside(args.beside, path, data, args.device):
         models[f'{",".join(dict.fromkeys(model.config.rules))}: {source}'] = model
     in_rows = nats_in_pieces(args, teacher, x, y, block, 'in rows')
     rows = list(nats_by_position('softmax, in rows', in_rows, block))
