@@ -118,21 +118,29 @@ def logits_of(model, x, dtype):
     return train.predict(model, x, x, None, Data(), dtype)[0]
 
 
-def recovered_in_a_text(args, path, meta, models):
+def recovered_in_a_text(args, path, meta, models, own):
     """What each model recovers of the teacher's perplexity in rows of a text -> rows of the table, one for
-    each model, and more by position"""
-    x, y, data, _ = a_text(args, path, meta, max(args.lengths), chosen(args, 2, 16), args.data)
+    each model, and more by position. own: of each form made from a model of --beside, that model. Such a form
+    is also compared with the best of all others, row by row: perplexity over that one's, its interval."""
+    x, y, data, _ = a_text(args, path, meta, max(args.lengths), chosen(args, 2, 64), args.data)
     nats = {}
     lines = []
     by_position = []
     for form, model in models.items():
-        nats[form] = convert.nats_along(model, x, y, form, args.dtype)
+        nats[form], kl = convert.nats_and_kl(models['softmax'], model, x, y, form, args.dtype)
         gain = nats['softmax'] - nats[form]     # which is the first
         size = convert.bytes_after(model, x.shape[1])
-        lines.append({'form': form, **convert.recovered(gain, data), 'state bytes': size})
+        lines.append({'form': form, **convert.recovered(gain, data), 'KL': kl.mean().item(),
+                      'state bytes': size, 'best other': None, 'over it': None, 'from': None, 'to': None})
         for start, end in convert.ranges(x.shape[1], 64):
             share = gain[:, start:end].mean().exp().item()
             by_position.append({'form': form, 'part': 'position', 'position': end, 'ours': 100 * share})
+    for row in lines:
+        if row['form'] in own:
+            others = [form for form in nats if form != 'softmax' and own.get(form) != own[row['form']]]
+            best = min(others, key=lambda form: nats[form].mean())
+            over = convert.recovered(nats[row['form']] - nats[best], data)
+            row |= {'best other': best, 'over it': over['recovered'], 'from': over['low'], 'to': over['high']}
     return lines, by_position
 
 
@@ -178,11 +186,14 @@ def beside_caches(args, suite):
     if not args.beside:
         raise ValueError(f'--beside= is missing: the models that convert.py made of {path}')
     models = {'softmax': teacher}
+    own = {}
     for source, student in convert.models_beside(args.beside, path, meta['data'], args.device):
         models |= dict(convert.caches(teacher, student, max(args.lengths)))
-        models[source] = student
-        models |= {f'{source}, {policy}': model for policy, model in convert.other_policies(student)}
-    lines, by_position = recovered_in_a_text(args, path, meta, models)
+        forms = {source: student}
+        forms |= {f'{source}, {policy}': model for policy, model in convert.other_policies(student)}
+        models |= forms
+        own |= dict.fromkeys(forms, source)
+    lines, by_position = recovered_in_a_text(args, path, meta, models, own)
     facts = []
     if meta['data'].template:
         nats = nats_of_answers(args, meta['data'], models)
