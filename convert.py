@@ -229,7 +229,8 @@ def begin_as(teacher, student, x):
     keys, gates by how far back the heads look (`remember`) and, beside a cache, the weight of the keys that
     only the matrix has (`balance`). If T is too short for the cache to evict any, a layer stays as it is."""
     for seen in through(teacher, x):
-        memory = student.get_submodule(seen.name).memory
+        twin = student.get_submodule(seen.name)
+        memory = twin.memory
         swapped = seen.mixer.memory.rule.keeps              # the teacher has softmax there
         matrix = memory.rule.matrix or memory.overflow is not None
         if seen.crosses or not (swapped and matrix):        # positions of two texts have no distance
@@ -241,7 +242,7 @@ def begin_as(teacher, student, x):
         if in_matrix.any():
             remember(seen, memory, in_matrix)
             if memory.overflow is not None:
-                balance(seen, memory, in_matrix)
+                balance(seen, twin, in_matrix)
 
 
 def remember(seen, memory, in_matrix):
@@ -274,15 +275,17 @@ def remember(seen, memory, in_matrix):
     gates.proj.weight.zero_()
 
 
-def balance(seen, memory, in_matrix):
+def balance(seen, twin, in_matrix):
     """Give the matrix beside a cache the weight that the teacher gives to the keys in it: the sum of their
     e^(q.k_s / sqrt(d)). The matrix itself computes another mass for them. log_mass, which is linear in the
     layer's input, begins as the least-squares fit to the log of the ratio, with a small penalty (ridge).
-    seen, in_matrix: as for `remember`"""
+    twin: the student's layer; seen, in_matrix: as for `remember`"""
+    memory = twin.memory
     scores = seen.scores.masked_fill(~in_matrix, -math.inf)
     wanted = scores.logsumexp(-1)                           # (B, H, T)
-    _, _, went, _ = memory.attend_and_evict(seen.q, seen.k, seen.v)
-    _, mass, _ = memory.overflow.take(seen.q, went, {})
+    q, k = seen.seen_by(twin)
+    _, _, went, _ = memory.attend_and_evict(q, k, seen.v)
+    _, mass, _ = memory.overflow.take(*memory.truly_turned(q, went), {})
     steps = in_matrix.any(-1)                               # those with keys in the matrix
     log_mass = mass.mean(-1)[:, :, steps].clamp(min=1e-30).log()
     ratio = (wanted[:, :, steps] - log_mass).mT.flatten(0, 1)           # (steps, H)

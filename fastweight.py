@@ -448,15 +448,16 @@ def turned(q, k, pos, rope, positions):
     own = for_heads(pos[:, :, -q.shape[2]:], q.shape[1])
     return rope(q, own), rope(k, pos)
 
-def attend_cached(q, cached, seen, turn=None):
+def attend_cached(q, cached, seen, turn=None, scores=None):
     """Softmax attention of q (B, H, T, d) under the mask `seen` (B, G, 1|T, tokens). The last T cached tokens
-    are q's own.  ->  o (B, H, T, d), the weights, summed over the H / G heads that share keys, (B, G, T,
-    tokens), log of the denominators (B, H, T, 1)"""
+    are q's own. scores: `cached_scores`, if they are known  ->  o (B, H, T, d), the weights, summed over the
+    H / G heads that share keys, (B, G, T, tokens), log of the denominators (B, H, T, 1)"""
     k = cached['k']
     if turn is not None:
         q, k = turn(q, k, cached['pos'])
-    scores = cached_scores(q, k).to(cached['total'].dtype)
-    scores = scores.masked_fill(~seen[:, :, None], NEVER)
+    if scores is None:
+        scores = cached_scores(q, k)
+    scores = scores.to(cached['total'].dtype).masked_fill(~seen[:, :, None], NEVER)
     weights = scores.softmax(-1)
     top = scores.argmax(-1, keepdim=True)                           # torch.logsumexp is slow with NEVER
     log_sum = scores.gather(-1, top) - weights.gather(-1, top).log()

@@ -167,8 +167,8 @@ class Config:
             'token is kept')
         yield self.overflow and over not in MATRIX, (
             f'--overflow={self.overflow}: choose from {", ".join(MATRIX)}')
-        yield self.positions != 'true' and (not kept or over or self.pos not in ('auto', 'rope')), (
-            f'--positions={self.positions} needs a bounded cache with rope, and without --overflow')
+        yield self.positions != 'true' and (not kept or self.pos not in ('auto', 'rope')), (
+            f'--positions={self.positions} needs a bounded cache with rope')
         yield self.source and not self.encoder, (
             '--encoder=0: in data of pairs an encoder reads the source; give --encoder=3, say')
         yield self.encoder and (not self.causal or self.classes), (
@@ -682,6 +682,7 @@ class Cache(nn.Module):
         self.cache = cache
         self.sinks = sinks
         self.turn = None
+        self.rope = rope
         if positions != 'true':
             self.turn = functools.partial(fastweight.turned, rope=rope, positions=positions)
         self.causal = causal
@@ -728,10 +729,18 @@ class Cache(nn.Module):
             o, log_cache, went, new = self.attend_and_evict(q, k, v, cached, t)
             if self.overflow is None:
                 return o, new
-            o_matrix, mass, matrix = self.overflow.take(q, went, state)
+            o_matrix, mass, matrix = self.overflow.take(*self.truly_turned(q, went, t), state)
             share = self.share(x, log_cache, mass)
             o = torch.lerp(o_matrix, o.to(o_matrix.dtype), share)
             return o.to(v.dtype), {**new, **matrix}
+
+    def truly_turned(self, q, went, t=0):
+        """Queries and evicted tokens for the matrix, which has keys with the rope of their true positions
+        whatever the cache has."""
+        if self.turn is None:
+            return q, went
+        steps = t + torch.arange(q.shape[2], device=q.device)
+        return self.rope(q, steps), {**went, 'k': self.rope(went['k'], went['pos'])}
 
     def share(self, x, log_cache, mass):
         """How much of the output comes from the cache, (B, H, T, 1), or per value channel; the rest comes

@@ -6,9 +6,10 @@
   those of training; delta can if beta may reach 2. Siems 2025, DeltaProduct (arXiv:2502.10297): for products
   of permutations of three (S3) one layer needs two such writes a token.
 - `real`: a converted model beside its teacher with caches of as many bytes, in a text by position, by the
-  teacher's own answers, and by facts that were told a while ago.
+  teacher's own answers, and by how many told facts it can answer.
 """
 import itertools
+import json
 import statistics
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 
 import convert
 import train
+from common import files
 from common.terminal import progress
 from data import prepare, vocabulary
 from data.kinds import Data
@@ -80,15 +82,16 @@ def beyond_training(args, suite):
 TOPICS = 'the moon', 'rain', 'honey bees', 'a bicycle', 'bread', 'a lighthouse'
 REQUESTS = ('What is {}?', 'Write a poem about {}.', 'Tell me a long story about {}.',
             'Explain {} to a child.', 'Write ten sentences about {}.')
-PEOPLE = 'Ada', 'Ben', 'Cora', 'Dan'
-COLOURS = 'red', 'blue', 'green', 'black', 'white', 'brown', 'pink', 'yellow'
 LONGEST = 512           # tokens of an answer
+SYLLABLES = [consonant + vowel for consonant in 'bdfgklmnprstvz' for vowel in 'aeiou']
+ASKED = 8               # facts that are asked for, of those told in a conversation
+CHATS = 1000            # conversations to train on
 
 
-def question(content, data, device, begun=''):
-    """A question by the chat template, and the beginning of an answer -> tokens (1, T)"""
+def question(content, data, device):
+    """A question by the chat template -> tokens (1, T)"""
     text = chat.rendered([{'role': 'user', 'content': content}], data)
-    return torch.tensor([chat.token_ids(text + begun, data)], device=device)
+    return torch.tensor([chat.token_ids(text, data)], device=device)
 
 
 def answered_by(model, x, data):
@@ -99,18 +102,17 @@ def answered_by(model, x, data):
             return x
 
 
-def facts_before(texts, data, device):
-    """For each text, tokens (T,): four facts, the text, and a question for one fact -> tokens (1, T') up to
-    the answer, the index of the answer in COLOURS"""
-    draw = np.random.default_rng(0)
-    for text in texts.tolist():
-        colours = draw.permutation(COLOURS)[:len(PEOPLE)]
-        which = draw.integers(len(PEOPLE))
-        facts = ' '.join(f"{name}'s hat is {colour}." for name, colour in zip(PEOPLE, colours))
-        content = (f'{facts} Remember that. Here is a text:\n\n{vocabulary.decode(text, data)}\n\n'
-                   f"What is the colour of {PEOPLE[which]}'s hat?")
-        x = question(content, data, device, f"{PEOPLE[which]}'s hat is")
-        yield x, COLOURS.index(colours[which])
+def told_and_asked(n, draw):
+    """A conversation: n facts, "Mara's number is 4172.", then questions for some of them, with answers"""
+    names = [(SYLLABLES[i // 70] + SYLLABLES[i % 70]).title() for i in draw.permutation(70 * 70)[:n]]
+    numbers = draw.integers(1000, 10_000, n)
+    facts = [f"{name}'s number is {number}." for name, number in zip(names, numbers)]
+    messages = []
+    for i in draw.integers(n, size=ASKED):
+        asked = f"What is {names[i]}'s number?"
+        messages += [{'role': 'user', 'content': asked}, {'role': 'assistant', 'content': facts[i]}]
+    messages[0]['content'] = ' '.join([*facts, messages[0]['content']])
+    return messages
 
 
 def logits_of(model, x, dtype):
@@ -162,20 +164,25 @@ def nats_of_answers(args, data, models):
     return nats
 
 
-def accuracy_on_facts(args, path, meta, models):
-    """How often each model knows a fact that was told --lengths tokens before, in % -> rows of the table"""
-    data = meta['data']
-    colours = [vocabulary.encode(f' {colour}', data)[0] for colour in COLOURS]
-    questions = {}
-    for T in args.lengths:
-        texts, _, _, _ = a_text(args, path, meta, T, chosen(args, 8, 32), args.data)
-        questions[T] = list(facts_before(texts, data, args.device))
-    for (form, model), T in itertools.product(models.items(), args.lengths):
-        right = []
-        for x, answer in questions[T]:
-            logits = logits_of(model, x, args.dtype)[-1, colours]
-            right.append(logits.argmax().item() == answer)
-        yield {'form': form, 'part': 'facts', 'distance': T, 'accuracy': 100 * statistics.mean(right)}
+def accuracy_on_facts(args, data, models):
+    """How often each model answers with the right number, all digits, when it was told 4, 16, .. of them, in %
+    -> rows of the table. Writes other such conversations, to train on."""
+    digits = {i for i in range(data.vocab_size) if vocabulary.decode([i], data).strip().isdecimal()}
+    for n in chosen(args, (4, 16), (4, 16, 64, 256)):
+        draw = np.random.default_rng(n)
+        told = [json.dumps({'messages': told_and_asked(n, draw)}) for _ in range(chosen(args, 10, CHATS))]
+        files.write_file(f'{args.out}/facts-{n}.jsonl', ['\n'.join(told).encode()])
+        right = {form: [] for form in models}
+        for _ in range(chosen(args, 4, 64)):
+            ids, targets = chat.answered(told_and_asked(n, draw), data, None)
+            x = torch.tensor([ids], device=args.device)
+            places = np.array([t for t, target in enumerate(targets) if target in digits])
+            numbers = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)     # runs of digits
+            for form, model in models.items():
+                guesses = logits_of(model, x, args.dtype).argmax(-1).tolist()
+                right[form] += [all(guesses[t] == targets[t] for t in number) for number in numbers]
+        for form in models:
+            yield {'form': form, 'part': 'facts', 'facts': n, 'accuracy': 100 * statistics.mean(right[form])}
 
 
 @torch.inference_mode()
@@ -198,7 +205,7 @@ def beside_caches(args, suite):
     if meta['data'].template:
         nats = nats_of_answers(args, meta['data'], models)
         lines = [{**row, 'nats of answers': nats[row['form']]} for row in lines]
-        facts = list(accuracy_on_facts(args, path, meta, models))
+        facts = list(accuracy_on_facts(args, meta['data'], models))
     return lines + by_position + facts
 
 
@@ -244,8 +251,8 @@ SUITES = {suite.name: suite for suite in [
         'real', 'a converted model beside caches of as many bytes', beside_caches,
         'init data lengths dtype beside', {'lengths': '256,1024'}, {'lengths': '256,512,1024,2048'},
         panels=(Panel('position', 'ours', 'recovered of the teacher, %', 'position'),
-                Panel('distance', 'accuracy', 'facts told so many tokens before', 'facts')),
+                Panel('facts', 'accuracy', 'numbers that are answered right, %', 'facts')),
         note='recovered: perplexity of softmax / of the line; low, high: a 95 % interval over rows; '
              "position: up to here; nats of answers: per token of the teacher's own answers to questions; "
-             'accuracy: in %, of which a guess knows 12.5',
+             'accuracy: in % of 512 answers, all digits right; to train on: facts-64.jsonl, .. in --out',
         source='no paper has such a table')]}
