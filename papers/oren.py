@@ -113,6 +113,7 @@ def far_along_a_text(args, suite):
         rows += nats_by_position(form, nats, block)
     for row in rows:
         row['more than in rows'] = row['perplexity'] - base[row['position']]
+        row['over in rows'] = row['perplexity'] / base[row['position']]
     return rows
 
 
@@ -320,6 +321,6 @@ SUITES = {suite.name: suite for suite in [
          'tova compressed': ('tova', 'compress'), 'tova log': ('tova', 'log'), 'tova sqrt': ('tova', 'sqrt'),
          'tova-head': ('tova-head', 'true'),
          'tova-head compressed': ('tova-head', 'compress')}, one=True,
-        panels=(Panel('position', 'nats', 'one long text', 'position'),),
+        panels=(Panel('position', 'over in rows', 'one text, over softmax in rows', 'position'),),
         note='position: the range from the line above up to here; in rows: each row from an empty state',
         source='Oren 2024, appendix: up to 70,000 tokens TOVA loses less than 0.5, compressed, 512 cached')]}
