@@ -2267,12 +2267,13 @@ def test_generated_tasks_are_what_the_papers_say():
                 for t in range(128):
                     seen = dict(zip(row[1:t:2], row[2:t + 1:2]))
                     assert target[t] == (seen.get(row[t], 40) if t % 2 else 40)
-    for row, target in zip(*tasks.mqar(50, np.random.default_rng(0), 8192, True)):
-        keys, values = row[0:16:2], row[1:16:2]
-        at = np.flatnonzero(target < 8192)
-        assert len(set(keys)) == 8 == len(at) and (at % 2 == 0).all() and keys.max() < 4096 <= values.min()
-        assert all(target[i] == values[list(keys).index(row[i])] for i in at)
-        assert at.min() >= 16 and (np.flatnonzero(row[16:]) + 16 == at).all()                  # all else is 0
+    for name, n in ('mqar', 8), ('mqar:64', 64):
+        for row, target in zip(*prepare.find_set(name).make(50, np.random.default_rng(0), 8192, True, length=8 * n + 64)):
+            keys, values = row[0:2 * n:2], row[1:2 * n:2]
+            at = np.flatnonzero(target < 8192)
+            assert len(set(keys)) == n == len(at) and (at % 2 == 0).all() and keys.max() < 4096 <= values.min()
+            assert all(target[i] == values[list(keys).index(row[i])] for i in at)
+            assert at.min() >= 2 * n and (np.flatnonzero(row[2 * n:]) + 2 * n == at).all()      # all else is 0
 
 @pytest.mark.parametrize('name, order', [('S3', 6), ('A5', 60)])
 def test_targets_of_a_group_are_its_products(name, order):

@@ -35,13 +35,12 @@ def size_of_state(args, result, model, meta):
 
 
 def over_widths(args, suite):
-    """Train every rule in every width."""
-    [way] = ways_of(args, suite).values()
-    cells = list(itertools.product(only(args, suite.lines), args.lengths))
-    for form, width in progress(cells, suite.name):
+    """Train every rule in every width, for each number of pairs."""
+    cells = list(itertools.product(ways_of(args, suite).items(), only(args, suite.lines), args.lengths))
+    for (pairs, way), form, width in progress(cells, suite.name):
         wide = way._replace(train=f'{way.train} --n_embd={width}')
         results = [a_line(args, suite, wide, form, seed) for seed in args.seeds]
-        yield {'width': width, **a_row(suite, form, results)}
+        yield {'width': width, **a_row(suite, form, results, pairs)}
 
 
 def products(args, result, model, meta):
@@ -165,8 +164,8 @@ def nats_of_answers(args, data, models):
 
 
 def accuracy_on_facts(args, data, models):
-    """How often each model answers with the right number, all digits, when it was told 4, 16, .. of them, in %
-    -> rows of the table. Writes other such conversations, to train on."""
+    """How often each model answers with the right number, all digits, when it was told 4, 16, .. of them
+    -> rows of the table, in %. Writes other such conversations, to train on."""
     digits = {i for i in range(data.vocab_size) if vocabulary.decode([i], data).strip().isdecimal()}
     for n in chosen(args, (4, 16), (4, 16, 64, 256)):
         draw = np.random.default_rng(n)
@@ -177,7 +176,7 @@ def accuracy_on_facts(args, data, models):
             ids, targets = chat.answered(told_and_asked(n, draw), data, None)
             x = torch.tensor([ids], device=args.device)
             places = np.array([t for t, target in enumerate(targets) if target in digits])
-            numbers = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)     # runs of digits
+            numbers = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
             for form, model in models.items():
                 guesses = logits_of(model, x, args.dtype).argmax(-1).tolist()
                 right[form] += [all(guesses[t] == targets[t] for t in number) for number in numbers]
@@ -210,6 +209,7 @@ def beside_caches(args, suite):
 
 
 # ---- the suites, and what papers found ---------------------------------------------------------------------
+RECALLS = '--n_layer=2 --n_head=2 --batch_size=32 --val_tokens=131072 --lr=1e-2'
 TRACKER = '--n_embd=64 --n_head=16 --conv=0 --batch_size=64 --lr=3e-3'
 
 SUITES = {suite.name: suite for suite in [
@@ -219,9 +219,11 @@ SUITES = {suite.name: suite for suite in [
         {'steps': 1000, 'lengths': '16,32,64,128'},
         lines=from_nothing({name: f'--rule={name} {"--cache=16" if rule.bounded else ""}'
                             for name, rule in RULES.items()}),
-        ways={'': Way('mqar', '--n_layer=2 --n_head=2 --batch_size=32 --val_tokens=131072 --lr=1e-2')},
+        ways={'8 pairs': Way('mqar', RECALLS),
+              **{f'{n} pairs': Way(f'mqar:{n}', RECALLS, full=True) for n in (16, 32, 64)}},
         figure='accuracy', beside=('state bytes',), from_checkpoint=size_of_state,
-        panels=(Panel('state bytes', 'ours', 'MQAR, 8 pairs'),), note='accuracy in % of 512 new rows',
+        panels=tuple(Panel('state bytes', 'ours', f'MQAR, {n} pairs', f'{n} pairs') for n in (8, 16, 32, 64)),
+        note='accuracy in % of 512 new rows',
         source='Arora 2023, figure 2, which is a picture'),
     Suite(
         'tracking', 'parity and products in groups, beyond the training lengths; --full: two layers, A5',
