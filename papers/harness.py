@@ -342,7 +342,9 @@ def ways_of(args, suite):
     skipped, with a message."""
     ways = {name: way for name, way in suite.ways.items() if way.full in (None, args.full)}
     sets = [way.data for way in ways.values()]
-    named = args.data if args.data in sets else args.data.partition(':')[0]     # cola:FOLDER is cola, from there
+    named = args.data
+    if named not in sets:
+        named = named.partition(':')[0]             # cola of cola:FOLDER, which is cola, read from there
     if args.data and all(sets) and named not in sets:
         raise ValueError(f'--data={args.data}: choose from {", ".join(sets)}')
     to_run = {}
