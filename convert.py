@@ -237,7 +237,7 @@ def begin_as(teacher, student, x):
             continue
         phi = (memory.overflow or memory).phi
         if hasattr(phi, 'begin'):
-            phi.begin(seen.k)
+            phi.begin(seen.seen_by(twin)[1])
         in_matrix = keys_in_matrix(memory, seen.q.shape[2], x.device)
         if in_matrix.any():
             remember(seen, memory, in_matrix)

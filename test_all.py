@@ -798,6 +798,23 @@ def test_a_matrix_beside_compressed_positions_has_keys_of_true_ones():
         later = compress(x[:, 30:], q[:, :, 30:], k[:, :, 30:], v[:, :, 30:], state, 30)[0]
         near(torch.cat([found, later], 2), true(x, rope(q, t), rope(k, t), v)[0] if wanted is None else wanted, 1e-5)
 
+def test_slots_beside_compressed_positions_are_chosen_by_keys_before_rope():
+    """By hand: weights of the bare keys, by which a slot's key is the mean of keys with rope."""
+    q, k, v = torch.randn(3, 1, 1, 30, 8, dtype=f64)
+    layer = model_py.Cache('window', 8, 1, 8, 6, 0, 'sum:slots:3', positions='compress', rope=rope).double()
+    layer.log_mass.bias.data.fill_(99)
+    t = torch.arange(30)
+    q_t, k_t = rope(q, t)[0, 0, -1], rope(k, t)[0, 0, :24]      # 6 are still in the cache
+    w = (k[0, 0, :24] @ layer.overflow.phi.weight[0].mT + layer.overflow.phi.bias[0]).softmax(-1)
+    mean = (w.mT @ k_t) / w.sum(0)[:, None]
+    slots = (mean @ q_t / 8 ** .5).exp()
+    wanted = slots @ (w.mT @ v[0, 0, :24]) / (slots @ w.sum(0))
+    near(layer(torch.randn(1, 30, 8, dtype=f64), q, k, v)[0][0, 0, -1], wanted, 1e-5)
+    config = Config(rule='sink', overflow='sum:slots', positions='compress')
+    with pytest.raises(ValueError, match='--positions=true: the matrix of M learned'):
+        model_py.with_cache_flags(config, 'M', positions='true')
+    assert not model_py.with_cache_flags(config, 'M', positions='true', overflow='').overflow
+
 # kernels.py
 
 @every_gate
