@@ -76,8 +76,8 @@ RECIPES = {
 # For a large teacher, which knows a lot, learns from little and would be destroyed by larger rates
 LARGE_RECIPES = RECIPES | {
     'pure': '--rule=gla-beta --gate_rank=16 --distil=mse --faster=20 --distil_steps=80 --steps=408 --lr=1e-4',
-    'hybrid': '--rule=sink --cache=64 --overflow=sum:slots --distil=mse --faster=20',
-    'cache': '--rule=sink --cache=253 --steps=488'}         # heads of 64
+    'hybrid': '--rule=sink --cache=189 --overflow=gated:slots:64 --positions=compress --distil=mse --faster=20',
+    'cache': '--rule=sink --cache=253 --positions=compress --steps=488'}        # heads of 64
 LARGE = '--batch_size=1 --distil_steps=8 --steps=480 --eval_rows=16'        # defaults with all of these
 ATTENTIONS = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
 KEEP = 'costly', 'first', 'last', 'spread'              # which layers may stay softmax, see `stay`
@@ -143,7 +143,7 @@ class Args:
 
 
 StudentFlags = subset(Config, 'layers', 'phi', 'norm', 'out_norm', 'beta_max', 'gate_rank', 'cache', 'sinks',
-                 'overflow', rule=flag('sum', 'what replaces softmax', RULES))
+                 'overflow', 'positions', rule=flag('sum', 'what replaces softmax', RULES))
 HELP = '\n'.join([
     __doc__ or '',
     'Recipes. Their flags replace the defaults below. With another --rule, only their training flags do:',
@@ -205,19 +205,13 @@ def rules_after(old, changes, places):
     return {**rules, **changes}
 
 
-def out_of_reach(memory):
-    """How many steps old a key is when it enters the matrix: 0, or its age when the cache evicts it."""
-    if memory.overflow is None:
-        return 0
-    return memory.cache - memory.sinks * (memory.rule.keeps == 'sink')
-
-
 def keys_in_matrix(memory, T, device):
     """-> (T, T): whether query t finds key s in the matrix. Without a cache, as in an encoder, always."""
     if memory.overflow is None:
         return torch.ones(T, T, dtype=torch.bool, device=device)
     t = torch.arange(T, device=device)
-    in_matrix = t[:, None] - t >= out_of_reach(memory)
+    stay = memory.sinks * (memory.rule.keeps == 'sink')
+    in_matrix = t[:, None] - t >= memory.cache - stay           # the age at which the cache evicts a key
     if memory.rule.keeps == 'sink':
         in_matrix = in_matrix & (t >= memory.sinks)
     return in_matrix
@@ -240,37 +234,37 @@ def begin_as(teacher, student, x):
             phi.begin(seen.seen_by(twin)[1])
         in_matrix = keys_in_matrix(memory, seen.q.shape[2], x.device)
         if in_matrix.any():
-            remember(seen, memory, in_matrix)
+            remember(seen, memory)
             if memory.overflow is not None:
                 balance(seen, twin, in_matrix)
 
 
-def remember(seen, memory, in_matrix):
+def remember(seen, memory):
     """Set the gates so that the matrix remembers as far back as the teacher's head looks. A channel with
     f = 1 - 1/tau remembers about tau steps. The n channels of a head get different tau: for channel i it is
-    the distance within which a share (i + 1/2) / n of the head's attention falls. Only attention to keys that
-    are in the matrix counts, and beside a cache tau counts from the eviction of a key. W, which makes gates
-    depend on the token, begins as 0.
-    seen: what `through` yields for the teacher; in_matrix: the result of `keys_in_matrix`"""
+    the distance within which a share (i + 1/2) / n of the head's attention falls. Beside a cache, tau is the
+    length of a row, so that a long text leaves states like those of training. W, which makes gates depend on
+    the token, begins as 0. seen: what `through` yields for the teacher"""
     gates = (memory.overflow or memory).gates
     biases = [getattr(gates, name) for name in ('bias_f', 'bias_z') if hasattr(gates, name)]    # (H, 1, n)
     if not biases:
         return
-    a = seen.weights(seen.mixer)                            # (B, H, T, T)
-    if seen.real is not None:
-        a = a * seen.real[:, None, :, None]
-    t = torch.arange(len(in_matrix), device=a.device)
-    distance = (t[:, None] - t).abs()
-    weight = a.new_zeros(a.shape[1], len(t))                # (H, T): attention per distance
-    weight.index_add_(1, distance.flatten(), (a.sum(0) * in_matrix).flatten(1))
-    weight = weight.unflatten(0, (len(biases[0]), -1)).sum(1)           # heads that share a matrix: (G, T)
-    total = weight.sum(1, keepdim=True).clamp(min=1e-30)
-    nearer = weight.cumsum(1) / total
+    t = torch.arange(seen.q.shape[2], device=seen.q.device)
+    if memory.overflow is None:
+        a = seen.weights(seen.mixer)                        # (B, H, T, T)
+        if seen.real is not None:
+            a = a * seen.real[:, None, :, None]
+        distance = (t[:, None] - t).abs()
+        weight = a.new_zeros(a.shape[1], len(t))            # (H, T): attention per distance
+        weight.index_add_(1, distance.flatten(), a.sum(0).flatten(1))
+        weight = weight.unflatten(0, (len(biases[0]), -1)).sum(1)       # heads that share a matrix: (G, T)
+        nearer = weight.cumsum(1) / weight.sum(1, keepdim=True).clamp(min=1e-30)
     for bias in biases:
         n = bias.shape[-1]
-        wanted = (torch.arange(n, device=a.device) + 0.5) / n
-        steps = torch.searchsorted(nearer, wanted.expand(len(nearer), n).contiguous()) + 1
-        tau = steps - out_of_reach(memory)
+        tau = torch.full((len(bias), n), len(t), device=t.device)
+        if memory.overflow is None:
+            wanted = (torch.arange(n, device=t.device) + 0.5) / n
+            tau = torch.searchsorted(nearer, wanted.expand(len(nearer), n).contiguous()) + 1
         bias.copy_(bias_of(tau.clamp(min=1.2), gates.rule.rate or 1.0)[:, None])
     gates.proj.weight.zero_()
 
@@ -279,7 +273,7 @@ def balance(seen, twin, in_matrix):
     """Give the matrix beside a cache the weight that the teacher gives to the keys in it: the sum of their
     e^(q.k_s / sqrt(d)). The matrix itself computes another mass for them. log_mass, which is linear in the
     layer's input, begins as the least-squares fit to the log of the ratio, with a small penalty (ridge).
-    twin: the student's layer; seen, in_matrix: as for `remember`"""
+    twin: the student's layer; seen: as for `remember`; in_matrix: the result of `keys_in_matrix`"""
     memory = twin.memory
     scores = seen.scores.masked_fill(~in_matrix, -math.inf)
     wanted = scores.logsumexp(-1)                           # (B, H, T)
@@ -845,6 +839,8 @@ def by_recipe(given, changes, teacher):
     alike = rule == kind['rule'] or {rule, kind['rule']} == {'window', 'sink'}
     if 'layers' in changes or not alike:                    # another rule: drop the recipe's map, norm, cache
         kind = {'rule': StudentFlags.rule}
+    if not teacher.config.turns():                          # learned positions stay where they are
+        kind.pop('positions', None)
     changes = {**kind, **changes}
     near = large or RULES[rule].bounded                     # what begins near its teacher may not leave it
     lr = (PRETRAINED_LR if near else SWAP_LR) / teacher.config.n_embd

@@ -3641,19 +3641,14 @@ def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(gi
     given, _ = convert.by_recipe(dict(recipe='hybrid', lora=8), {}, teacher)        # new ones: as without LoRA
     assert (given['lr'], given['faster']) == (pytest.approx(.3 / 16), 2)
 
-WINDOW = dict(rule='window', cache=3, overflow='gla:hedgehog')
-
 @pytest.mark.parametrize('changes, memory', [
     (dict(rule='gla', phi='hedgehog'), 6), (dict(rule='decay'), 6), (dict(rule='gated_delta'), 6),
-    (WINDOW, 3), (WINDOW | dict(rule='sink', cache=4, sinks=1), 3)])
+    (dict(rule='sink', cache=4, sinks=1, overflow='gla:hedgehog'), 16)])
 def test_gates_begin_with_the_memory_of_their_heads(changes, memory, a_model, monkeypatch):
-    """Heads look 5 steps back: f^5 is there after 6 steps; of a window with 3 rows only 3 are left, also if
-    other rows stay for good."""
+    """Heads look 5 steps back: f^5 is there after 6 steps. Beside a cache, a row is remembered."""
     teacher, x = load(a_model('--rule=softmax'))[0], torch.randint(256, (2, 16))
     far = torch.zeros(16, 16)
     far[5:, :-5] = torch.eye(11)
-    if 'sinks' in changes:                      # rows that stay are not what gates must remember
-        far[:, 0] = 9
     monkeypatch.setattr(watch.Seen, 'weights', lambda *_: far.expand(2, 2, 16, 16))
     student, new = convert.swap(teacher, changes)
     before = student.state_dict()[next(name for name in new if 'bias_f' in name)].clone()
