@@ -3295,7 +3295,8 @@ def in_browser(page, code, tmp_path):
 
 @pytest.mark.skipif(not BROWSER, reason='no browser here: chromium or google-chrome')
 def test_the_page_computes_the_equation(tmp_path):
-    """With each gate absent, a number, or one per channel: S, what is read, and its weights."""
+    """With each gate absent, a number, or one per channel: S, what is read, its weights, and those in D (e k),
+    which the last write erases. How long half of a write is left: with f = 1 - 1/32 for 22 steps."""
     T, K, V = 7, 4, 3
     absent = dict(w=1, e=0, f=1, z=1)
     rows, expected = [], []
@@ -3306,17 +3307,23 @@ def test_the_page_computes_the_equation(tmp_path):
         whole = {name: torch.full((T, 1), value) for name, value in absent.items()} | given
         q, k, v, w, e, f, z = (whole[name].double()[None, None] for name in 'qkvwefz')
         o, S = recurrent(q, k, v, w, e, f.log(), z.log())
-        q, k, e, f = (x.expand(V, 1, T, K) for x in (q, k, e, f))       # each channel of the values by itself
+        q, k, e, f = (x.repeat(V, 1, 1, K // x.shape[-1]) for x in (q, k, e, f))    # each channel of the values by itself
         w, z = (x.expand(1, 1, T, V).permute(3, 0, 2, 1) for x in (w, z))
         A = weights(q, k, write=w, erase=e, log_f=f.log(), log_z=z.log()).mean(0)
-        expected.append([S[0, 0], o[0, 0], A[0, -1]])
+        q[..., -2, :] = (f * e * k)[..., -1, :]                         # D_t (e k) = z (S_{t-1} (f * e * k))
+        before = weights(q, k, write=w, erase=e, log_f=f.log(), log_z=z.log())[..., -2, :]
+        erased = (z[..., -1, :] * before)[..., :-1].mean(0)
+        expected.append([S[0, 0], o[0, 0], A[0, -1], erased[0]])
     code = f'''const found = {json.dumps(rows)}.map(row => {{
         let S = zeros({V}, {K});
         const o = row.map(x => {{ S = step(S, x); return read(S, x.q); }});
-        return [S, o, weights(row, row.length - 1, row.at(-1).q)];
+        return [S, o, weights(row, row.length - 1, row.at(-1).q), erasedBy(row, row.length - 1)];
     }});
+    const alike = more => halfLife(Array(60).fill({{k: [.6, .8], v: [1], e: 0, f: 1, z: 1, ...more}}), 1);
+    found.push([[alike({{f: 1 - 1 / 32}}), alike({{e: .5}}), alike({{z: [.8], f: [.9, .9]}}), alike({{}}) === Infinity]]);
     document.body.textContent = JSON.stringify(found);'''
-    found = in_browser(sample.PAGE, code, tmp_path)
+    *found, [lives] = in_browser(sample.PAGE, code, tmp_path)
+    assert lives == [22, 1, 3, True]
     for mine, theirs in zip(found, expected, strict=True):
         for x, y in zip(mine, theirs, strict=True):
             near(torch.tensor(x, dtype=torch.double), y, 1e-9)
