@@ -238,12 +238,12 @@ def by_head(log_f, log_z):
     return log_h, *channels
 
 def pairs(log_h):
-    """log_h (B, H, C, 1) of a chunk  ->  exp(a_t - a_s) for s <= t, else 0 (B, H, C, C); exp(a), exp(a_C - a)
+    """log_h (B, H, C, 1) of a chunk  ->  exp(a_t - a_s) for s <= t, else 1 (B, H, C, C); exp(a), exp(a_C - a)
     (B, H, C, 1); exp(a_C) (B, H, 1, 1). a is the running sum."""
     a = log_h.cumsum(2)
     end = a[:, :, -1:]
-    past = (a - a.mT).tril()                                # before exp: it would be inf above the diagonal
-    return past.exp().tril(), a.exp(), (end - a).exp(), end.exp()
+    past = (a - a.mT).tril_()                               # above the diagonal, exp would be inf
+    return past.exp(), a.exp(), (end - a).exp(), end.exp()
 
 def factors(log_decay):
     """log_decay (B, H, C, d) of a chunk  ->  exp(a - m), exp(m - a) of that shape; exp(m), exp(a_C - m)
