@@ -63,7 +63,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-LOG_MIN = -5.0  # smallest log-decay per step: 0.7 % is left. Below it, the factors of a chunk could overflow
+LOG_MIN = -5.0  # smallest log-decay of a channel per step, in chunks: 0.7 % is left. See `DECAYING`
+LOG_0 = -50.0   # smallest log-decay of a head, likewise: what is left, 2e-22, is 0 but for rounding
 FLOOR = 1e-6    # smallest n.q to divide by; maps that can make it 0 or negative set 1e-2
 
 
@@ -102,7 +103,6 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     write, erase may be (B, H, T)   S (B, H, V, K), with `normalise` (B, H, V + 1, K)
     ->  o (B, H, T, V), last S (fp32; fp64 for fp64 inputs)
     A gate that is None has no effect: w = 1, e = 0, f = z = 1. S = None starts from 0.
-    Log-decays are clamped at LOG_MIN = -5 per step, and have no gradient below.
     normalise: o_t is divided by max(n_t . q_t, floor). n is the sum of the keys, written and decayed like the
     values: one more row of S, for a value that is always 1. With features >= 0, o_t averages the values.
     Katharopoulos 2020 sec. 3.2. ValueError for normalise with erase, or with a vector write or log_z:
@@ -136,19 +136,15 @@ def refuse_mean(write, erase, log_z):
                              'own')
 
 def start(q, k, v, write, erase, log_f, log_z, S, normalise, converts=True):
-    """The first lines of all that computes the recurrence: convert to fp32 (fp64 stays), clamp log-decays,
-    set S_0 = 0. Absent gates stay None. normalise appends a value channel that is always 1, so the last row
-    of S is n. converts: if false, types stay.  ->  q, k, v; w, e, log_f, log_z (B, H, T, .); S"""
+    """The first lines of all that computes the recurrence: convert to fp32 (fp64 stays), set S_0 = 0. Absent
+    gates stay None. normalise appends a value channel that is always 1, so the last row of S is n. converts:
+    if false, types stay.  ->  q, k, v; w, e, log_f, log_z (B, H, T, .); S"""
     if normalise:
         refuse_mean(write, erase, log_z)
         v = F.pad(v, (0, 1), value=1.0)
     if S is None:
         B, H, _, K = k.shape
         S = v.new_zeros(B, H, v.shape[-1], K)
-    if log_f is not None:
-        log_f = log_f.clamp(min=LOG_MIN)
-    if log_z is not None:
-        log_z = log_z.clamp(min=LOG_MIN)
     dtype = torch.promote_types(v.dtype, torch.float32)
     tensors = [q, k, v, write, erase, log_f, log_z, S]
     for i, x in enumerate(tensors):
@@ -198,28 +194,56 @@ def finish(o, normalise, floor, dtype):
 #    a linear system. Row t has only earlier u_s beside u_t, so U is solved from the first row to the last.
 #    Then U takes V's place:
 #        O = tril(Q K^T) U + Q S^T       S' = S + U^T K
-# 3. one decay per head. Let a be the running sum of log f. What step s wrote has shrunk by exp(a_t - a_s)
-#    when t reads it. We split this into exp(a_t - m) for t and exp(m - a_s) for s, and multiply these into
-#    the rows of Q and K. Any m will do; the value of a at the middle step keeps both from overflowing. y
-#    reads, x is written, r looks up what the key already finds:
+# 3. one decay per head, f or z. Let a be the running sum of its log. What step s wrote has shrunk by
+#    exp(a_t - a_s) when t reads it, and S by exp(a_t). The first is a number for each pair of steps, a tile:
+#        h_ts = exp(a_t - a_s)                       A = tril(Q K^T) * h       L = tril(r K^T, -1) * h
+#        (I + L) U = w * V - exp(a) (r S^T)          O = A U + exp(a) (Q S^T)
+#        S' = exp(a_C) S + U^T (exp(a_C - a) K)
+#    As a falls, no exponent is above 0 where s <= t, so no decay is too fast.
+# 4. one decay per channel. For the keys there would be a tile h for each channel. So we split exp(a_t - a_s)
+#    into exp(a_t - m) for t and exp(m - a_s) for s, and multiply these vectors into the rows of Q and K. Any
+#    m will do; the value of a at the middle step keeps both from overflowing. y reads, x is written, r looks
+#    up what the key already finds:
 #        y = exp(a - m) Q        x = exp(m - a) K        r = exp(a - m) (e * K)
-#        A = tril(y x^T)         L = tril(r x^T, -1)     S_m = exp(m) S, S decayed up to the middle step
+#        A = tril(y x^T)         L = tril(r x^T, -1)     S_m = S exp(m), S decayed up to the middle step
 #        (I + L) U = w * V - r S_m^T
-#        O = A U + y S_m^T       S' = exp(a_C - m) (S_m + U^T x)
-# 4. one decay per channel, for keys and values. For the keys, the factors become vectors, exp(m) scales the
-#    columns of S, and nothing else changes. The values get the same kind of factors. Let c be the running sum
-#    of log z, and c_m its middle:
+#        O = A U + y S_m^T       S' = (S_m + U^T x) exp(a_C - m)
+#    The values get the same kind of factors. Let c be the running sum of log z, and c_m its middle:
 #        (I + L) U = exp(c_m - c) (w * V) - r S_m^T      O = exp(c - c_m) (A U + y S_m^T)
 #    The rows of S_m get exp(c_m), those of S' get exp(c_C - c_m). The term r S_m^T needs no factor: what the
 #    key finds is read with exp(c - c_m) and written with exp(c_m - c), and these cancel.
 #
-# Why at most 16 steps in a decaying chunk here, but 32 in kernels.py? A step is at most 8 steps away from the
-# middle. At -5 per step its factors stay within exp(+-40). If keys and values both decay, U^T x has a key's
-# factor times a value's: up to exp(80), and fp32 ends at exp(88). kernels.py brings both to the chunk's end,
-# where they are at most 1, before it multiplies them, and its backward has no gradient of a factor. (With
-# decay on one side only, 32 steps are safe here, too: what is inf above the diagonal is masked. In 64, a
-# factor itself may be inf and its partner 0, and inf * 0 is NaN.)
+# Why at most 16 steps in a chunk whose channels decay here, but 32 in kernels.py? A step is at most 8 steps
+# away from the middle. At -5 per step its factors stay within exp(+-40). If keys and values both decay, U^T x
+# has a key's factor times a value's: up to exp(80), and fp32 ends at exp(88). kernels.py brings both to the
+# chunk's end, where they are at most 1, before it multiplies them, and its backward has no gradient of a
+# factor. (With decay on one side only, 32 steps are safe here, too: what is inf above the diagonal is masked.
+# In 64, a factor itself may be inf and its partner 0, and inf * 0 is NaN.) So a channel keeps at least e^-5
+# per step, in layers, too (`Gates` in model.py), as in GLM-5.3, Ling, flash-linear-attention's `safe_gate`.
 DECAYING = 16
+
+def by_head(log_f, log_z):
+    """Log-decays, or None  ->  log_h (B, H, T, 1), the sum of those that are one per head, at least LOG_0;
+    log_f and log_z where they are per channel, at least LOG_MIN. None for what is absent."""
+    log_h = None
+    channels = []
+    for x in (log_f, log_z):
+        if x is not None and x.shape[-1] == 1:
+            x = x.clamp(min=LOG_0)
+            log_h = x if log_h is None else log_h + x
+            x = None
+        elif x is not None and (x.device.type != 'cpu' or x.amin() < LOG_MIN):
+            x = x.clamp(min=LOG_MIN)                        # on a CPU, to look first is faster
+        channels.append(x)
+    return log_h, *channels
+
+def pairs(log_h):
+    """log_h (B, H, C, 1) of a chunk  ->  exp(a_t - a_s) for s <= t, else 1 (B, H, C, C); exp(a), exp(a_C - a)
+    (B, H, C, 1); exp(a_C) (B, H, 1, 1). a is the running sum."""
+    a = log_h.cumsum(2)
+    end = a[:, :, -1:]
+    past = (a - a.mT).tril_()                               # above the diagonal, exp would be inf
+    return past.exp(), a.exp(), (end - a).exp(), end.exp()
 
 def factors(log_decay):
     """log_decay (B, H, C, d) of a chunk  ->  exp(a - m), exp(m - a) of that shape; exp(m), exp(a_C - m)
@@ -231,17 +255,21 @@ def factors(log_decay):
 @full_precision
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
             chunk=64):
-    """`recurrent` in matrix products, chunk after chunk: same results, any T >= 1. With decays C <= 16.
+    """`recurrent` in matrix products, chunk after chunk: same results, any T >= 1, except that a channel's
+    log-decay counts as at least LOG_MIN = -5 per step, and has no gradient below. Then C <= 16, too.
     O(T (C (K + V) + K V)): short chunks need less arithmetic, long chunks make fewer and larger products.
     Letters as above and in kernels.py."""
     dtype = v.dtype
+    q, k, v, w, e, log_f, log_z, S = filled(q, k, v, write, erase, log_f, log_z, S, normalise)
+    log_h, log_f, log_z = by_head(log_f, log_z)
     if log_f is not None or log_z is not None:
         chunk = min(chunk, DECAYING)
-    q, k, v, w, e, log_f, log_z, S = filled(q, k, v, write, erase, log_f, log_z, S, normalise)
+    rows = [torch.zeros_like(v[..., :1]) if x is None else x for x in (q, k, v, w, e, log_h, log_f, log_z)]
     o = []
     for i in range(0, q.shape[2], chunk):
         steps = slice(i, i + chunk)
-        Q, K, V, w_i, e_i, log_f_i, log_z_i = (x[:, :, steps] for x in (q, k, v, w, e, log_f, log_z))
+        Q, K, V, w_i, e_i, log_h_i, log_f_i, log_z_i = (x[:, :, steps] for x in rows)
+        h_ts, h_in, h_out, h_all = pairs(log_h_i)           # exp(a_t - a_s), exp(a), exp(a_C - a), exp(a_C)
         f_up, f_down, f_in, f_out = factors(log_f_i)        # exp(a - m), exp(m - a), exp(m), exp(a_C - m)
         z_up, z_down, z_in, z_out = factors(log_z_i)
         y = Q * f_up
@@ -250,12 +278,12 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
         S = S * f_in * z_in.mT                              # S_m
         if erase is not None:
             r = e_i * K * f_up
-            L = (r @ x.mT).tril(-1)
-            right = U - r @ S.mT                            # of (I + L) U = right; unitriangular adds I
+            L = (r @ x.mT).tril(-1) * h_ts
+            right = U - h_in * (r @ S.mT)                   # of (I + L) U = right; unitriangular adds I
             U = torch.linalg.solve_triangular(L, right, upper=False, unitriangular=True)
-        A = (y @ x.mT).tril()
-        o.append(z_up * (A @ U + y @ S.mT))
-        S = (S + U.mT @ x) * f_out * z_out.mT
+        A = (y @ x.mT).tril() * h_ts
+        o.append(z_up * (A @ U + h_in * (y @ S.mT)))
+        S = (S * h_all + U.mT @ (x * h_out)) * f_out * z_out.mT
     return finish(torch.cat(o, 2), normalise, floor, dtype), S
 
 

@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 
 import fastweight
-from fastweight import (FLOOR, NEVER, POLICIES, append, attend_cached, cached_scores, compressed, empty_slots,
-                        factors, finish, for_heads, full_precision, joined, l2, pick, start)
+from fastweight import (FLOOR, LOG_MIN, NEVER, POLICIES, append, attend_cached, by_head, cached_scores,
+                        compressed, empty_slots, factors, finish, for_heads, full_precision, joined, l2,
+                        pairs, pick, start)
 
 triton = None                       # only GPUs need it, to be fast
 tl = types.SimpleNamespace(constexpr=None)
@@ -34,7 +35,8 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # its im
 # ---- CPU: chunks with a hand-written backward --------------------------------------------------------------
 # The four steps of fastweight.chunked, in its letters. A tensor is (BH, n, C, .): B H sequences of n
 # chunks of C steps. f and e scale the channels of keys: f the columns of S. z and w scale those of values: z
-# the rows of S. f_all = f_in f_out is what is left after the whole chunk, z_all likewise.
+# the rows of S. f_all = f_in f_out is what is left after the whole chunk, z_all likewise. A decay per head (see
+# `pairs`) is not shown: A, L, dA, dL get h_ts, what meets S gets h_in, f_out x gets h_out, f_all gets h_all.
 #
 #   y = f_up q     r = f_up e k     x = f_down k        rows; decays count from the chunk's middle
 #   A = tril(y x^T)    L = tril(r x^T, -1)    M = (I + L)^-1
@@ -82,14 +84,16 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # its im
 CHUNK = 32              # steps; `on_cpu` says where more or fewer are better
 NUMBERS = 2 ** 18       # numbers per tensor in a segment: 1 MB in fp32
 KEPT_SEGMENTS = 8       # segments that keep what the backward needs
-INSIDE = 15             # so many tensors each, see `forward_of`; None for what is absent
+INSIDE = 19             # so many tensors each, see `forward_of`; None for what is absent
 NO_DECAY = None, None, None, None       # instead of `factors`, to compute nothing for absent decays
 
 
 def times(x, *gates):
-    """x * each gate that is not None."""
+    """The product of all that are not None; None if there is none."""
     for y in gates:
-        if y is not None:
+        if x is None:
+            x = y
+        elif y is not None:
             x = x * y
     return x
 
@@ -152,61 +156,65 @@ def walk(S, own, f_all, z_all, W, x_out, back=False):
     return states, S
 
 
-def forward_of(S, q, k, v, w, e, log_f, log_z):
+def forward_of(S, q, k, v, w, e, log_h, log_f, log_z):
     """A segment: q, k, v, gates (BH, n, C, .), the state S (BH, V, K) before it  ->  o (BH, n, C, V), the
     state after it, and what else the backward needs, in the letters above"""
-    f = z = NO_DECAY
+    h = f = z = NO_DECAY
+    if log_h is not None:
+        h = pairs(log_h)
     if log_f is not None:
         f = factors(log_f)
     if log_z is not None:
         z = factors(log_z)
+    h_ts, h_in, h_out, h_all = h
     f_up, f_down, f_in, f_out = f
     z_up, z_down, z_in, z_out = z
     y = times(q, f_up)
     x = times(k, f_down)
-    A = (y @ x.mT).tril_()
+    A = times((y @ x.mT).tril_(), h_ts)
     U = times(v, w, z_down)
     M = W = None
     if e is not None:
         r = times(k, e, f_up)
-        M = inverted(r @ x.mT)
+        M = inverted(times(r @ x.mT, h_ts))
         U = M @ U                                       # still without what the keys find in S
-        W = -(M @ times(r, f_in))
-    x_out = times(x, f_out)
+        W = -(M @ times(r, f_in, h_in))
+    x_out = times(x, f_out, h_out)
     own = times(U, z_out).mT @ x_out
-    states, S = walk(S, own, times(f_in, f_out), times(z_in, z_out), W, x_out)
+    states, S = walk(S, own, times(f_in, f_out, h_all), times(z_in, z_out), W, x_out)
     if e is not None:
         U += times(W @ states.mT, z_in)
     S_in = times(states, f_in)
-    o = times(A @ U + times(y @ S_in.mT, z_in), z_up)
-    return o, S, (*f, *z, A, M, W, U, states, S, None if log_z is None else o)
+    o = times(A @ U + times(y @ S_in.mT, z_in, h_in), z_up)
+    return o, S, (*h, *f, *z, A, M, W, U, states, S, None if log_z is None else o)
 
 
-def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
+def backward_of(do, dS, inside, q, k, v, w, e, log_h, log_f, log_z):
     """do (BH, n, C, V), dS (BH, V, K) of the state after the segment  ->  gradients of all that
     forward_of takes"""
-    f_up, f_down, f_in, f_out, z_up, z_down, z_in, z_out, A, M, W, U, states, S, o = inside
+    h_ts, h_in, h_out, h_all, *more = inside
+    f_up, f_down, f_in, f_out, z_up, z_down, z_in, z_out, A, M, W, U, states, S, o = more
     y = times(q, f_up)
     x = times(k, f_down)
     S_in = times(states, f_in)
-    x_out = times(x, f_out)
+    x_out = times(x, f_out, h_out)
     g = times(do, z_up)
-    g_in = times(g, z_in)
-    dA = (g @ U.mT).tril_()
+    g_in = times(g, z_in, h_in)
+    dA = times((g @ U.mT).tril_(), h_ts)
     dU = A.mT @ g
     read = times(g_in.mT @ y, f_in)                     # the chunk's own part of dS
     if e is not None:
         read += times(dU, z_in).mT @ W
-    after, dS = walk(dS, read, times(f_in, f_out), times(z_in, z_out), W, x_out, back=True)     # each dS'
+    after, dS = walk(dS, read, times(f_in, f_out, h_all), times(z_in, z_out), W, x_out, back=True)
     dU += times(x_out @ after.mT, z_out)
     dq = times(dA @ x + g_in @ S_in, f_up)
-    dx = dA.mT @ y + times(times(U, z_out) @ after, f_out)
+    dx = dA.mT @ y + times(times(U, z_out) @ after, f_out, h_out)
     dY = dU
-    de = dw = dlog_f = dlog_z = looked = None
+    de = dw = dlog_h = dlog_f = dlog_z = looked = None
     if e is not None:
         dY = M.mT @ dU
-        dL = (dY @ U.mT).tril_(-1).neg_()
-        dr = dL @ x - times(dY, z_in) @ S_in
+        dL = times((dY @ U.mT).tril_(-1).neg_(), h_ts)
+        dr = dL @ x - times(dY, z_in, h_in) @ S_in
         dx += dL.mT @ times(k, e, f_up)
         looked = times(dr, f_up)
         de = of_gate(k * looked, e)
@@ -221,15 +229,17 @@ def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
     if w is not None:
         dw = of_gate(dv * v, w)
         dv = dv * w
-    if f_up is not None or z_up is not None:
+    if h_in is not None or f_up is not None or z_up is not None:
         kept = after                                    # becomes dS' * S'
         kept[:, :-1] *= states[:, 1:]
         kept[:, -1] *= S
+    if h_in is not None:
+        dlog_h = of_decay(q * dq - k * balance, kept.sum(2)[:, :, None], h_in)
     if f_up is not None:
         dlog_f = of_decay(q * dq - k * balance, kept.sum(2)[:, :, None], f_up)
     if z_up is not None:
         dlog_z = of_decay(o * do - v * dv, kept.sum(3)[:, :, None], z_up)
-    return dq, dk, dv, dw, de, dlog_f, dlog_z, dS
+    return dq, dk, dv, dw, de, dlog_h, dlog_f, dlog_z, dS
 
 
 def of_gate(dx, gate):
@@ -271,7 +281,7 @@ def put(chunks, x, segment, like):
 
 
 class Chunks(torch.autograd.Function):
-    """C: steps per chunk   S (BH, V, K)   q, k, v, w, e, log_f, log_z from `start`  ->  o, S
+    """C: steps per chunk   S (BH, V, K)   q, k, v, w, e, log_h, log_f, log_z as in `on_cpu`  ->  o, S
     If values decay, the backward reads o, so it must not be changed in place."""
     @staticmethod
     def forward(ctx, C, S, *steps):
@@ -303,10 +313,10 @@ class Chunks(torch.autograd.Function):
     def backward(ctx, do, dS):
         saved = ctx.saved_tensors                       # once: checkpointing allows no second look
         n = len(ctx.segments)
-        steps = saved[:7]
-        begins = saved[7:7 + n]
-        insides = [saved[i:i + INSIDE] for i in range(7 + n, len(saved), INSIDE)]
-        gradients = [None] * 7
+        steps = saved[:8]
+        begins = saved[8:8 + n]
+        insides = [saved[i:i + INSIDE] for i in range(8 + n, len(saved), INSIDE)]
+        gradients = [None] * 8
         for segment, S in zip(reversed(ctx.segments), reversed(begins)):
             of_segment = [cut(x, segment, ctx.C) for x in steps]
             if insides:
@@ -333,14 +343,15 @@ def as_form(f):
 def on_cpu(q, k, v, w, e, log_f, log_z, S):
     """fastweight.chunked through `Chunks`, also on a GPU where no kernel may run. A chunk has CHUNK steps.
     With many features it has twice as many, because a state costs K V numbers per chunk. With few features
-    and a rule that erases it has half as many, because the inverse costs C numbers per step. With a decay it
-    has at most CHUNK."""
+    and a rule that erases it has half as many, because the inverse costs C numbers per step. If channels
+    decay, it has at most CHUNK, and a channel's log-decay counts as at least LOG_MIN."""
+    log_h, log_f, log_z = by_head(log_f, log_z)
     C = CHUNK
     if k.shape[-1] <= 16 and e is not None:
         C = CHUNK // 2
     elif k.shape[-1] >= 64 and log_f is None and log_z is None:
         C = 2 * CHUNK
-    o, S_T = Chunks.apply(min(C, q.shape[2]), S.flatten(0, 1), q, k, v, w, e, log_f, log_z)
+    o, S_T = Chunks.apply(min(C, q.shape[2]), S.flatten(0, 1), q, k, v, w, e, log_h, log_f, log_z)
     return o, S_T.view(S.shape)
 
 
@@ -513,8 +524,8 @@ def longer(x, new):
 #   states      from the last chunk back      q k e f z N do            dS after each chunk, dY
 #   tokens      all tiles at once             all of these              the gradients
 #
-# f, z, w and e have FD, ZD, WD and ED channels (1: one number for all, 0: there is no such gate). The sum of
-# the keys is one more value channel; n is the number of chunks, N a matrix.
+# f, z, w and e have FD, ZD, WD and ED channels (1: one number for all, 0: there is no such gate). A decay per
+# head is z with ZD = 1. The sum of the keys is one more value channel; n is the number of chunks, N a matrix.
 # Diagonals are kept apart, in fp32: D = q.k of A, and the ones of M = I + N.
 # Operands of a product have type DT (bf16 or fp32), but fp32 where I + L is inverted. Sums are fp32.
 def jit(f):
@@ -587,36 +598,50 @@ def lower(x, C: tl.constexpr):
 
 @jit
 def decays(p, row, col, ok, D: tl.constexpr, C: tl.constexpr):
-    """fastweight.factors of one tile: e^(a - m), e^(m - a) [C, d]; e^m, e^(a_C - m), e^(a_C) [1, d]. d is 1
-    for a decay that all channels share. None gives ones [1, 1]; the compiler removes such products."""
+    """fastweight.factors of one tile: e^(a - m), e^(m - a) [C, d]; e^m, e^(a_C - m), e^(a_C) [1, d]. Of a
+    decay per head: 1, 1 [1, 1], e^a, e^(a_C - a) [C, 1], e^(a_C) [1, 1], see `decayed`. None gives ones
+    [1, 1]; the compiler removes such products."""
+    one = tl.full([1, 1], 1.0, tl.float32)
     if p is None:
-        one = tl.full([1, 1], 1.0, tl.float32)
         return one, one, one, one, one
     else:
         log_p = gate(p, row, col, ok, D)
-        i = tl.arange(0, C)[:, None]
         a = tl.cumsum(log_p, 0)
-        m = tl.sum(tl.where(i <= C // 2, log_p, 0.0), 0)[None, :]
         end = tl.sum(log_p, 0)[None, :]
-        return tl.exp(a - m), tl.exp(m - a), tl.exp(m), tl.exp(end - m), tl.exp(end)
+        if D == 1:
+            return one, one, tl.exp(a), tl.exp(end - a), tl.exp(end)
+        else:
+            m = tl.sum(tl.where(tl.arange(0, C)[:, None] <= C // 2, log_p, 0.0), 0)[None, :]
+            return tl.exp(a - m), tl.exp(m - a), tl.exp(m), tl.exp(end - m), tl.exp(end)
 
 
 @jit
-def letters(q, k, e, f, row, kk, ok, K: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr, C: tl.constexpr,
-            DT: tl.constexpr):
+def decayed(x, z, row, ok, ZD: tl.constexpr, C: tl.constexpr):
+    """x [C, C] below the diagonal times e^(a_t - a_s) of a decay per head, fastweight.pairs; else 0. Where
+    z is not per head, x there. Entries above may be infinite."""
+    x = lower(x, C)
+    if ZD == 1:
+        a = tl.cumsum(tl.load(z + row, ok, 0.0).to(tl.float32), 0)
+        x *= tl.exp(tl.minimum(a[:, None] - a[None, :], 0.0))
+    return x
+
+
+@jit
+def letters(q, k, e, f, z, row, kk, ok, K: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr,
+            ZD: tl.constexpr, C: tl.constexpr, DT: tl.constexpr):
     """The letters of one tile: y, r, x [C, BK]; A below the diagonal [C, C]; its diagonal [C, 1]; and the
     factors f_in, f_out, f_all for the state"""
     f_up, f_down, f_in, f_out, f_all = decays(f, row, kk, ok, FD, C)
     q_ = load_tile(q, row, kk, ok, K)
     k_ = load_tile(k, row, kk, ok, K)
     x = k_ * f_down
-    A = lower(dot(q_ * f_up, tl.trans(x), DT), C)
+    A = decayed(dot(q_ * f_up, tl.trans(x), DT), z, row, ok, ZD, C)
     r = k_ * f_up * gate(e, row, kk, ok, ED)
     return q_ * f_up, r, x, A, tl.sum(q_ * k_, 1)[:, None], f_in, f_out, f_all
 
 
 @jit
-def inverse(k, e, f, N, T, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, ED: tl.constexpr,
+def inverse(k, e, f, z, N, T, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, ED: tl.constexpr,
             FD: tl.constexpr, ZD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
             DT: tl.constexpr):
     """N = (I + L)^-1 - I, L = tril(r x^T, -1). First the blocks of 16 on the diagonal, all together, by
@@ -626,8 +651,8 @@ def inverse(k, e, f, N, T, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, E
     n = tl.cdiv(T, C)
     row, ok = steps_of(tile // n, tile % n, T, C)
     tl.static_assert(C <= 32)                                   # two blocks of 16, joined once
-    _, r, x, _, _, _, _, _ = letters(k, k, e, f, row, tl.arange(0, BK), ok, K, ED, FD, C, DT)
-    L = lower(dot(r, tl.trans(x), DT), C)
+    _, r, x, _, _, _, _, _ = letters(k, k, e, f, z, row, tl.arange(0, BK), ok, K, ED, FD, ZD, C, DT)
+    L = decayed(dot(r, tl.trans(x), DT), z, row, ok, ZD, C)
     c = tl.arange(0, C)
     b = tl.arange(0, C // 16)
     i = tl.arange(0, 16)
@@ -665,7 +690,7 @@ def forward(q, k, v, w, e, f, z, N, S_0, o, written, before, S_T, T, K: tl.const
     for j in range(n):
         row, ok = steps_of(seq, j, T, C)
         z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, ZD, C)
-        y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, row, kk, ok, K, ED, FD, C, DT)
+        y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, z, row, kk, ok, K, ED, FD, ZD, C, DT)
         store_tile(before, S, (seq * n + j) * V + vv, kk, vv < V, K)
         S_in = tl.trans(S * f_in)
         U = load_tile(v, row, vv, ok, V) * gate(w, row, vv, ok, WD) * z_down
@@ -700,7 +725,7 @@ def states(q, k, e, f, z, N, do, dS_T, d_written, after, dS_0, T, K: tl.constexp
         j = n - 1 - back
         row, ok = steps_of(seq, j, T, C)
         z_up, _, z_in, z_out, z_all = decays(z, row, vv, ok, ZD, C)
-        y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, row, kk, ok, K, ED, FD, C, DT)
+        y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, z, row, kk, ok, K, ED, FD, ZD, C, DT)
         G = load_tile(do, row, vv, ok, V) * z_up
         store_tile(after, dS, (seq * n + j) * V + vv, kk, vv < V, K)
         read = dot(tl.trans(G * z_in), y, DT)
@@ -735,7 +760,7 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
     n = tl.cdiv(T, C)
     row, ok = steps_of(tile // n, tile % n, T, C)
     kk = tl.arange(0, BK)
-    y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, row, kk, ok, K, ED, FD, C, DT)
+    y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, z, row, kk, ok, K, ED, FD, ZD, C, DT)
     dA = tl.zeros([C, C], tl.float32)
     dL = tl.zeros([C, C], tl.float32)
     dy = tl.zeros([C, BK], tl.float32)
@@ -785,11 +810,11 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
     f_up, f_down, _, _, _ = decays(f, row, kk, ok, FD, C)
     q_ = load_tile(q, row, kk, ok, K)                           # loaded again: kept all the time, they
     k_ = load_tile(k, row, kk, ok, K)                           # would use up the registers
-    dA = lower(dA, C)
+    dA = decayed(dA, z, row, ok, ZD, C)
     dy += dot(dA, x, DT)
     dx = dot(tl.trans(dA), y, DT)
     if e is not None:
-        dL = lower(dL, C)
+        dL = decayed(dL, z, row, ok, ZD, C)
         dr += dot(dL, x, DT)
         dx += dot(tl.trans(dL), r, DT)
     dx_out = dx_out * f_out
@@ -830,6 +855,8 @@ def tiles(q, v, w, e, f, z):
     if not exact and not triton.knobs.runtime.interpret:
         DT = tl.bfloat16                                # the interpreter would compute with the bits of bf16
     WD, ED, FD, ZD = [0 if x is None else x.shape[-1] for x in (w, e, f, z)]
+    if FD == 1:
+        raise ValueError('kernels take no decay per head beside one per value channel')
     how = dict(num_stages=3, num_warps=4)
     if BK > 64:
         # three chunks at once take more shared memory than an RTX 4090 has
@@ -857,7 +884,7 @@ class Tiles(torch.autograd.Function):
                 N = v.new_empty(B * H * n, C, C)
                 U = v.new_empty(v.shape, dtype=torch.float32)
                 fewer_warps = dict(size, num_warps=size['num_warps'] // 4)      # for short rows, one by one
-                inverse[(B * H * n,)](k, e, f, N, T, **fewer_warps)
+                inverse[(B * H * n,)](k, e, f, z, N, T, **fewer_warps)
             o = torch.empty_like(v, dtype=torch.float32 if normalise else v.dtype)
             before = v.new_empty(B * H, n, V, K)
             S_T = torch.empty_like(S)
@@ -890,7 +917,7 @@ class Tiles(torch.autograd.Function):
 
 def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
     """fastweight.chunked through `Tiles`. Kernels convert what they load to fp32, so bf16 inputs stay as they
-    are. A head's decay is one of its values: that multiplies what a product gives, not its operands."""
+    are. A decay per head takes the place of z; decays per channel are bounded as in `on_cpu`."""
     dtype = v.dtype
     q, k, v, w, e, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise,
                                            converts=False)
@@ -902,8 +929,11 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
         S = S - c.mT * S[:, :, -1:]
     if dtype != torch.float32:
         v = v.bfloat16()                    # for fp16, too: it ends at 65,504, and e^80 is larger
-    if log_z is None and log_f is not None and log_f.shape[-1] == 1:
-        log_z, log_f = log_f, None                      # a head's decay
+    log_h, log_f, log_z = by_head(log_f, log_z)
+    if log_z is None:
+        log_z = log_h
+    elif log_h is not None:
+        log_f = log_h                                   # `tiles` refuses it
     if log_f is None and v.dtype == torch.bfloat16:     # otherwise they are rounded after the decays
         q = q.bfloat16()
         k = k.bfloat16()
@@ -933,7 +963,7 @@ def example(kinds, normalise, device):
         x = torch.rand(1, heads, 67, *channels, generator=draw)
         if name.startswith('log'):
             x[:, ::2] *= -0.1
-            x[:, 1::2] *= -5                            # half of the heads forget fast
+            x[:, 1::2] *= -28 if channels in ([], [1]) else LOG_MIN     # half of the heads forget fast
         elif name in 'qkv' and not normalise:           # normalise needs features >= 0
             x -= 0.5
         given[name] = x.to(device, dtype)

@@ -340,7 +340,9 @@ class Gates(nn.Module):
 
     beta = beta_max sigmoid(x W)   log f = -rate softplus(x W + b)   log z likewise
 
-    b starts so that f is 1 - 1/tau where x W = 0: a memory of about tau steps, see `start_bias`. Delta
+    A log-decay per channel is at least LOG_MIN: the chunked forms need that bound, and all forms of a layer
+    must agree. One per head has none. b starts so that f is 1 - 1/tau where x W = 0: a memory of about tau
+    steps, see `start_bias`. Delta
     multiplies S by I - beta k k^T. With beta up to 2 it can have the eigenvalue -1, so a state can alternate
     (Grazzi 2024, arXiv:2411.12537). W is full, as in Mao 2022, or a product of two matrices of a given rank,
     as in GLA and KDA."""
@@ -386,9 +388,11 @@ class Gates(nn.Module):
         elif rule.f:
             gates['log_f'] = -rate * F.softplus(f + self.bias_f)
         if rule.z:
-            gates['log_z'] = -rate * F.softplus(z + self.bias_z)
+            gates['log_z'] = (-rate * F.softplus(z + self.bias_z)).clamp(min=LOG_MIN)
+        if rule.f == 'channel':
+            gates['log_f'] = gates['log_f'].clamp(min=LOG_MIN)
         if rule.write == '1-f':
-            gates['write'] = -torch.expm1(gates['log_f'].clamp(min=LOG_MIN))
+            gates['write'] = -torch.expm1(gates['log_f'])
         elif rule.write == 'dt':
             gates['write'] = -gates['log_f'] / rate
         elif rule.write:
