@@ -69,13 +69,15 @@ from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, Ro
 RECIPES = {
     'pure': '--rule=gla-beta --distil=hidden --learn=mixer --faster=5',
     'hybrid': '--rule=sink --cache=64 --overflow=sum:slots --distil=mse --faster=5',
+    'cache': '--rule=sink --cache=157 --steps=1300',        # as many bytes as hybrid keeps for heads of 32
     'hedgehog': '--rule=sum --phi=hedgehog:listing --distil=ce --loss=next',
     't2r': '--rule=sum --phi=t2r --distil=none --loss=next',
     'decay': '--rule=decay --distil=none --loss=next'}
 # For a large teacher, which knows a lot, learns from little and would be destroyed by larger rates
 LARGE_RECIPES = RECIPES | {
     'pure': '--rule=gla-beta --gate_rank=16 --distil=mse --faster=20 --distil_steps=80 --steps=408 --lr=1e-4',
-    'hybrid': '--rule=sink --cache=64 --overflow=sum:slots --distil=mse --faster=20'}
+    'hybrid': '--rule=sink --cache=189 --overflow=gated:slots:64 --positions=compress --distil=mse --faster=20',
+    'cache': '--rule=sink --cache=253 --positions=compress --steps=488'}        # heads of 64
 LARGE = '--batch_size=1 --distil_steps=8 --steps=480 --eval_rows=16'        # defaults with all of these
 ATTENTIONS = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
 KEEP = 'costly', 'first', 'last', 'spread'              # which layers may stay softmax, see `stay`
@@ -112,7 +114,7 @@ class Args:
     distil_lr: float = flag(1e-2, 'peak learning rate of stage 1', low=0, high=100)
     steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0, high=10 ** 9)
     lr: float = flag(None, f'peak learning rate of stage 2; default: {SWAP_LR:g} / width; of a large model, '
-                     f'or with --overflow, {PRETRAINED_LR:g} / width; with --lora ten times that', low=0,
+                     f'or where tokens are cached, {PRETRAINED_LR:g} / width; with --lora ten times that', low=0,
                      high=100)
     faster: float = flag(1.0, 'stage 2: a factor on the learning rate of new parameters; where --lora has '
                               'ten times the rate, a recipe\'s is divided by ten', low=0, high=1000)
@@ -127,6 +129,8 @@ class Args:
                           high=10 ** 9)
     export: str = flag('', 'only write the model of --from into this folder, for transformers', path=True)
     fold: bool = flag(False, 'multiply phi into W_q and W_k at the end; needs --phi=t2r, no rope')
+    beside: str = flag('', 'models to judge on the same rows, separated by commas: a cache of as many bytes '
+                           'that was trained alike (--recipe=cache)', path=True)
     controls: bool = flag(True, 'also train the teacher for as many steps, at two rates, and the student '
                                 'from scratch')
     eval_every: int = flag(250, 'steps between evaluations; each also saves, for --resume', low=1,
@@ -139,7 +143,7 @@ class Args:
 
 
 StudentFlags = subset(Config, 'layers', 'phi', 'norm', 'out_norm', 'beta_max', 'gate_rank', 'cache', 'sinks',
-                 'overflow', rule=flag('sum', 'what replaces softmax', RULES))
+                 'overflow', 'positions', rule=flag('sum', 'what replaces softmax', RULES))
 HELP = '\n'.join([
     __doc__ or '',
     'Recipes. Their flags replace the defaults below. With another --rule, only their training flags do:',
@@ -201,19 +205,13 @@ def rules_after(old, changes, places):
     return {**rules, **changes}
 
 
-def out_of_reach(memory):
-    """How many steps old a key is when it enters the matrix: 0, or its age when the cache evicts it."""
-    if memory.overflow is None:
-        return 0
-    return memory.cache - memory.sinks * (memory.rule.keeps == 'sink')
-
-
 def keys_in_matrix(memory, T, device):
     """-> (T, T): whether query t finds key s in the matrix. Without a cache, as in an encoder, always."""
     if memory.overflow is None:
         return torch.ones(T, T, dtype=torch.bool, device=device)
     t = torch.arange(T, device=device)
-    in_matrix = t[:, None] - t >= out_of_reach(memory)
+    stay = memory.sinks * (memory.rule.keeps == 'sink')
+    in_matrix = t[:, None] - t >= memory.cache - stay           # the age at which the cache evicts a key
     if memory.rule.keeps == 'sink':
         in_matrix = in_matrix & (t >= memory.sinks)
     return in_matrix
@@ -225,60 +223,63 @@ def begin_as(teacher, student, x):
     keys, gates by how far back the heads look (`remember`) and, beside a cache, the weight of the keys that
     only the matrix has (`balance`). If T is too short for the cache to evict any, a layer stays as it is."""
     for seen in through(teacher, x):
-        memory = student.get_submodule(seen.name).memory
+        twin = student.get_submodule(seen.name)
+        memory = twin.memory
         swapped = seen.mixer.memory.rule.keeps              # the teacher has softmax there
         matrix = memory.rule.matrix or memory.overflow is not None
         if seen.crosses or not (swapped and matrix):        # positions of two texts have no distance
             continue
         phi = (memory.overflow or memory).phi
         if hasattr(phi, 'begin'):
-            phi.begin(seen.k)
+            phi.begin(seen.seen_by(twin)[1])
         in_matrix = keys_in_matrix(memory, seen.q.shape[2], x.device)
         if in_matrix.any():
-            remember(seen, memory, in_matrix)
+            remember(seen, memory)
             if memory.overflow is not None:
-                balance(seen, memory, in_matrix)
+                balance(seen, twin, in_matrix)
 
 
-def remember(seen, memory, in_matrix):
+def remember(seen, memory):
     """Set the gates so that the matrix remembers as far back as the teacher's head looks. A channel with
     f = 1 - 1/tau remembers about tau steps. The n channels of a head get different tau: for channel i it is
-    the distance within which a share (i + 1/2) / n of the head's attention falls. Only attention to keys that
-    are in the matrix counts, and beside a cache tau counts from the eviction of a key. W, which makes gates
-    depend on the token, begins as 0.
-    seen: what `through` yields for the teacher; in_matrix: the result of `keys_in_matrix`"""
+    the distance within which a share (i + 1/2) / n of the head's attention falls. Beside a cache, tau is the
+    length of a row, so that a long text leaves states like those of training. W, which makes gates depend on
+    the token, begins as 0. seen: what `through` yields for the teacher"""
     gates = (memory.overflow or memory).gates
     biases = [getattr(gates, name) for name in ('bias_f', 'bias_z') if hasattr(gates, name)]    # (H, 1, n)
     if not biases:
         return
-    a = seen.weights(seen.mixer)                            # (B, H, T, T)
-    if seen.real is not None:
-        a = a * seen.real[:, None, :, None]
-    t = torch.arange(len(in_matrix), device=a.device)
-    distance = (t[:, None] - t).abs()
-    weight = a.new_zeros(a.shape[1], len(t))                # (H, T): attention per distance
-    weight.index_add_(1, distance.flatten(), (a.sum(0) * in_matrix).flatten(1))
-    weight = weight.unflatten(0, (len(biases[0]), -1)).sum(1)           # heads that share a matrix: (G, T)
-    total = weight.sum(1, keepdim=True).clamp(min=1e-30)
-    nearer = weight.cumsum(1) / total
+    t = torch.arange(seen.q.shape[2], device=seen.q.device)
+    if memory.overflow is None:
+        a = seen.weights(seen.mixer)                        # (B, H, T, T)
+        if seen.real is not None:
+            a = a * seen.real[:, None, :, None]
+        distance = (t[:, None] - t).abs()
+        weight = a.new_zeros(a.shape[1], len(t))            # (H, T): attention per distance
+        weight.index_add_(1, distance.flatten(), a.sum(0).flatten(1))
+        weight = weight.unflatten(0, (len(biases[0]), -1)).sum(1)       # heads that share a matrix: (G, T)
+        nearer = weight.cumsum(1) / weight.sum(1, keepdim=True).clamp(min=1e-30)
     for bias in biases:
         n = bias.shape[-1]
-        wanted = (torch.arange(n, device=a.device) + 0.5) / n
-        steps = torch.searchsorted(nearer, wanted.expand(len(nearer), n).contiguous()) + 1
-        tau = steps - out_of_reach(memory)
+        tau = torch.full((len(bias), n), len(t), device=t.device)
+        if memory.overflow is None:
+            wanted = (torch.arange(n, device=t.device) + 0.5) / n
+            tau = torch.searchsorted(nearer, wanted.expand(len(nearer), n).contiguous()) + 1
         bias.copy_(bias_of(tau.clamp(min=1.2), gates.rule.rate or 1.0)[:, None])
     gates.proj.weight.zero_()
 
 
-def balance(seen, memory, in_matrix):
+def balance(seen, twin, in_matrix):
     """Give the matrix beside a cache the weight that the teacher gives to the keys in it: the sum of their
     e^(q.k_s / sqrt(d)). The matrix itself computes another mass for them. log_mass, which is linear in the
     layer's input, begins as the least-squares fit to the log of the ratio, with a small penalty (ridge).
-    seen, in_matrix: as for `remember`"""
+    twin: the student's layer; seen: as for `remember`; in_matrix: the result of `keys_in_matrix`"""
+    memory = twin.memory
     scores = seen.scores.masked_fill(~in_matrix, -math.inf)
     wanted = scores.logsumexp(-1)                           # (B, H, T)
-    _, _, went, _ = memory.attend_and_evict(seen.q, seen.k, seen.v)
-    _, mass, _ = memory.overflow.take(seen.q, went, {})
+    q, k = seen.seen_by(twin)
+    _, _, went, _ = memory.attend_and_evict(q, k, seen.v)
+    _, mass, _ = memory.overflow.take(*memory.truly_turned(q, went), {})
     steps = in_matrix.any(-1)                               # those with keys in the matrix
     log_mass = mass.mean(-1)[:, :, steps].clamp(min=1e-30).log()
     ratio = (wanted[:, :, steps] - log_mass).mT.flatten(0, 1)           # (steps, H)
@@ -513,23 +514,44 @@ def fold(model):
     return folded
 
 
-@torch.inference_mode()
-def nats_along(model, x, y, what, dtype=torch.float32):
-    """Read rows x (B, T), each from an empty state -> nats (B, T) of the targets y (B, T). We read in pieces,
-    so memory hardly grows with B and T. what: begins the progress bar; dtype: of the matrix products"""
+def logits_along(model, x, y, what, dtype):
+    """Read rows x (B, T), each from an empty state, in pieces, so that memory hardly grows with B and T. Yield
+    the piece as an index, its logits (n, vocab), its targets of y (n,)"""
     B, T = x.shape
     tokens = tokens_at_once(model.config.vocab_size, x.device)
     segment = max(1, min(T, 512, tokens))
     at_once = max(1, tokens // segment)
     pieces = [(i, t) for i in range(0, B, at_once) for t in range(0, T, segment)]
-    nats = torch.empty(B, T)
     for i, t in progress(pieces, what):
         if t == 0:
             state = None
         piece = slice(i, i + at_once), slice(t, t + segment)
         logits, targets, state = predict(model, x[piece], y[piece], state, Data(), dtype)
+        yield piece, logits, targets
+
+
+@torch.inference_mode()
+def nats_along(model, x, y, what, dtype=torch.float32):
+    """Nats (B, T) of the targets y (B, T) of rows x (B, T), each from an empty state. what: begins the
+    progress bar; dtype: of the matrix products"""
+    nats = torch.empty(x.shape)
+    for piece, logits, targets in logits_along(model, x, y, what, dtype):
         nats[piece] = F.cross_entropy(logits, targets, reduction='none').view_as(nats[piece])
     return nats
+
+
+@torch.inference_mode()
+def nats_and_kl(teacher, model, x, y, what, dtype=torch.float32):
+    """As `nats_along`, and KL(teacher || model) at each position -> nats, KL (B, T)"""
+    nats = torch.empty(x.shape)
+    kl = torch.empty(x.shape)
+    both = zip(logits_along(teacher, x, y, '', dtype), logits_along(model, x, y, what, dtype))
+    for (_, wanted, _), (piece, logits, targets) in both:
+        log_p = logits.log_softmax(-1)
+        log_wanted = wanted.log_softmax(-1)
+        nats[piece] = F.nll_loss(log_p, targets, reduction='none').view_as(nats[piece])
+        kl[piece] = F.kl_div(log_p, log_wanted, log_target=True, reduction='none').sum(-1).view_as(kl[piece])
+    return nats, kl
 
 
 def ranges(T, first):
@@ -656,7 +678,10 @@ class Conversion:
         self.begin = blocks(n, data.T, data.meta, args.eval_rows)
         self.x, self.y = rows(data.val, self.begin, data.T, data.meta, data.device)
         self.part = of_part(data.meta, self.y[self.y >= 0].tolist())    # the meta of these rows alone
+        self.teacher = None
         self.teacher_nats = None                            # per token of these rows
+        self.judged = None                                  # the model judged last: its nats by row
+        self.by_row = {}                                    # those of each line of the table
         self.log = log_of(args)
         if not args.resume:
             forget(stages(args.out))                        # what a stopped conversion left
@@ -670,18 +695,21 @@ class Conversion:
             row = {'perplexity': math.exp(min(loss, 80)), **right}
             return {**row, 'recovered': share(row, self.table[0] if self.table else row)}
         was_training = model.training
-        nats = nats_along(model.eval(), self.x, self.y, label, self.data.dtype)
+        self.teacher = self.teacher or model
+        nats, kl = nats_and_kl(self.teacher, model.eval(), self.x, self.y, label, self.data.dtype)
         model.train(was_training)
         if self.teacher_nats is None:
             self.teacher_nats = nats
+        self.judged = nats.mean(1)
         mean = nats.mean().item()
         return {'perplexity': math.exp(min(mean, 80)), 'bits per byte': self.part.bits_a_nat() * mean,
-                **recovered(self.teacher_nats - nats, self.part)}
+                **recovered(self.teacher_nats - nats, self.part), 'KL': kl.mean().item()}
 
     def add_line(self, name, model, *done, steps=0, columns=None):
         """Add a line to the table and print it: how good a model is after these stages and steps. columns:
         those of `columns_of`, if they are known"""
         row = columns or self.columns_of(model, name)
+        self.by_row[name] = self.judged
         seconds = sum(self.seconds[stage] for stage in done)
         self.table.append({'model': name, **row, 'tokens': steps * self.tokens,
                            'minutes': round(seconds / 60, 2), 'state bytes': bytes_after(model, self.data.T)})
@@ -811,8 +839,10 @@ def by_recipe(given, changes, teacher):
     alike = rule == kind['rule'] or {rule, kind['rule']} == {'window', 'sink'}
     if 'layers' in changes or not alike:                    # another rule: drop the recipe's map, norm, cache
         kind = {'rule': StudentFlags.rule}
+    if not teacher.config.turns():                          # learned positions stay where they are
+        kind.pop('positions', None)
     changes = {**kind, **changes}
-    near = large or changes.get('overflow')                 # what begins near its teacher may not leave it
+    near = large or RULES[rule].bounded                     # what begins near its teacher may not leave it
     lr = (PRETRAINED_LR if near else SWAP_LR) / teacher.config.n_embd
     flags = {'lr': lr, 'faster': Args.faster, **way, **own}
     if teacher.config.classes:
@@ -960,7 +990,7 @@ def both_stages(run, teacher, student, new, kind, distilled):
     return layers, query
 
 
-def in_one_text(run, teacher, student):
+def in_one_text(run, name, teacher, student):
     """Does the student hold beyond the rows that it was trained on? -> its perplexity in one text of LONGER
     rows over the teacher's, which reads them one by one: a figure for each. Empty if that cannot be told"""
     T = run.data.T
@@ -972,9 +1002,33 @@ def in_one_text(run, teacher, student):
         nats_along(model, *rows(run.data.val, [*begin], length, run.data.meta, run.data.device),
                    'one text', run.data.dtype) for model, begin, length in parts)
     over = (student_nats.view(LONGER, T) - teacher_nats).mean(1).exp().tolist()
-    say(f'in one text of {n:,} tokens: perplexity over the teacher\'s in rows of {T}, row by row: '
+    say(f'{name} in one text of {n:,} tokens: perplexity over the teacher\'s in rows of {T}, row by row: '
         f'{", ".join(f"{x:.2f}" for x in over)}')
     return over
+
+
+def models_beside(paths, of, data, device):
+    """Yield path and model of each of --beside. ValueError if its tokens are not those of `data`, the tokens of
+    the model in `of`."""
+    for source in filter(None, paths.split(',')):
+        model, meta = load(source, device)
+        if not data.has_tokens_of(meta['data']):
+            tokens = meta['data'].summary()
+            raise ValueError(f'--beside={source}: its tokens ({tokens}) are not those of {of}; train both '
+                             'on the same data')
+        yield source, model
+
+
+def over_the_best(run, name, others):
+    """The perplexity of a line of the table over that of the best of other lines, row by row -> the name of
+    the best, the ratio, its 95 % interval over rows. None where there are no others, or no text"""
+    if not (run.of_text and others):
+        return None
+    best = min(others, key=lambda other: run.by_row[other].mean())
+    over = recovered((run.by_row[name] - run.by_row[best])[:, None], run.part)
+    say(f'row by row, perplexity over that of the best cache, {best}: {over["recovered"]:.3f} '
+        f'({over["low"]:.3f} to {over["high"]:.3f})')
+    return best, over['recovered'], over['low'], over['high']
 
 
 def means_over_layers(lines):
@@ -1017,9 +1071,16 @@ def main(argv):
     tell_start(args, name, data, teacher, student, new)
     distilled = args.distil_steps if kind != 'none' else 0  # batches of stage 1
     run.add_line('teacher', teacher)
+    beside = list(models_beside(args.beside, args.from_, meta['data'], device))
     for cached, model in caches(teacher, student, data.T):
         run.add_line(cached, model)
+    for source, model in beside:
+        run.add_line(source, model)
+        for policy, other in other_policies(model):
+            run.add_line(f'{source}, cached by {policy}', other)
+    others = list(run.by_row)[1:]                           # but for the teacher
     layers, query = both_stages(run, teacher, student, new, kind, distilled)
+    over_best = over_the_best(run, run.table[-1]['model'], others)
     plain = student.config
     if args.fold:
         student = fold(student)
@@ -1028,7 +1089,8 @@ def main(argv):
     figures = {**run.table[-1], 'commit': commit(), **dataclasses.asdict(args)}
     figures['before'] = run.table[-2].get('accuracy')       # the last stage
     files.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
-    one_text = in_one_text(run, teacher, student)
+    one_text = {source: in_one_text(run, source, teacher, model)
+                for source, model in [(args.out, student), *beside]}
     for what, model in other_policies(student):
         run.add_line(f'the same, cached by {what}', model, steps=distilled + args.steps)
     if args.controls and args.steps:
@@ -1042,7 +1104,8 @@ def main(argv):
         print()
     files.write_json(f'{args.out}/convert.json', {
         'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
-        'table': run.table, 'layers': layers, 'query': query, 'in one text': one_text})
+        'table': run.table, 'layers': layers, 'query': query, 'in one text': one_text,
+        'over the best cache': over_best})
     print(f'{args.out}/convert.json has these tables; {next_command(args.out, meta["data"])}')
     forget(stages(args.out))
 

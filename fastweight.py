@@ -389,24 +389,32 @@ def softmax_of_all(q, k, v, real=None):
 def of_layer(a):
     return a.mean(1, keepdim=True).expand_as(a)
 
+def newest_half(worth, pos, t, cache):
+    """The worth, but the newest half of the cache stays."""
+    return worth.masked_fill(pos > t - cache // 2, math.inf)
+
 # A transformer is an RNN whose state, the cache of key/value pairs, grows. Limit the cache to `cache` tokens
 # and the state has a fixed size (Oren 2024 sec. 3). A step sees the cached tokens and its own. If the cache
 # was full, the token of least worth is then evicted; in a tie, the oldest. A policy computes the worth
 # (B, G, tokens) from a, the attention weights of this step; total, the sum of a token's weights since it
-# entered the cache; pos, the tokens' positions; t, the position of this step. Heads that share keys decide
-# together: a is the sum of their weights. `of_layer` averages over all heads. `random` is a fixed hash, the
-# same on every machine. In the code, `cached` is the cache, a dict of tensors with one entry per cached
-# token. A new policy needs a line here and one in RULES.
+# entered the cache; pos, the tokens' positions; v, their values; t, the position of this step. Heads that
+# share keys decide together: a is the sum of their weights. `of_layer` averages over all heads. `mean` divides
+# total by the token's age in steps, and `mean-v` also multiplies by the length of its value. `random` is a
+# fixed hash, the same on every machine. In the code, `cached` is the cache, a dict of tensors with one entry
+# per cached token. A new policy needs a line here and one in RULES.
 POLICIES = {
-    'window': lambda a, total, pos, t, cache, sinks: pos.float(),
-    'sink': lambda a, total, pos, t, cache, sinks: pos.float().masked_fill(pos < sinks, math.inf),
-    'h2o': lambda a, total, pos, t, cache, sinks: total.masked_fill(pos > t - cache // 2, math.inf),
-    'h2o-layer': lambda a, total, pos, t, cache, sinks: (
-        of_layer(total).masked_fill(pos > t - cache // 2, math.inf)),
-    'tova': lambda a, total, pos, t, cache, sinks: of_layer(a),
-    'tova-sink': lambda a, total, pos, t, cache, sinks: of_layer(a).masked_fill(pos < sinks, math.inf),
-    'tova-head': lambda a, total, pos, t, cache, sinks: a,
-    'random': lambda a, total, pos, t, cache, sinks: ((pos * 40503 + t * 30011) % 65537).float(),
+    'window': lambda a, total, pos, v, t, cache, sinks: pos.float(),
+    'sink': lambda a, total, pos, v, t, cache, sinks: pos.float().masked_fill(pos < sinks, math.inf),
+    'h2o': lambda a, total, pos, v, t, cache, sinks: newest_half(total, pos, t, cache),
+    'h2o-layer': lambda a, total, pos, v, t, cache, sinks: newest_half(of_layer(total), pos, t, cache),
+    'mean': lambda a, total, pos, v, t, cache, sinks: newest_half(total / (t + 1 - pos), pos, t, cache),
+    'mean-v': lambda a, total, pos, v, t, cache, sinks: (
+        newest_half(total * v.norm(dim=-1) / (t + 1 - pos), pos, t, cache)),
+    'tova': lambda a, total, pos, v, t, cache, sinks: of_layer(a),
+    'tova-sink': lambda a, total, pos, v, t, cache, sinks: (
+        of_layer(a).masked_fill(pos < sinks, math.inf)),
+    'tova-head': lambda a, total, pos, v, t, cache, sinks: a,
+    'random': lambda a, total, pos, v, t, cache, sinks: ((pos * 40503 + t * 30011) % 65537).float(),
 }
 NEVER = -1e30   # the score of a masked token; -inf would give NaN where all are masked
 
@@ -468,15 +476,16 @@ def turned(q, k, pos, rope, positions):
     own = for_heads(pos[:, :, -q.shape[2]:], q.shape[1])
     return rope(q, own), rope(k, pos)
 
-def attend_cached(q, cached, seen, turn=None):
+def attend_cached(q, cached, seen, turn=None, scores=None):
     """Softmax attention of q (B, H, T, d) under the mask `seen` (B, G, 1|T, tokens). The last T cached tokens
-    are q's own.  ->  o (B, H, T, d), the weights, summed over the H / G heads that share keys, (B, G, T,
-    tokens), log of the denominators (B, H, T, 1)"""
+    are q's own. scores: `cached_scores`, if they are known  ->  o (B, H, T, d), the weights, summed over the
+    H / G heads that share keys, (B, G, T, tokens), log of the denominators (B, H, T, 1)"""
     k = cached['k']
     if turn is not None:
         q, k = turn(q, k, cached['pos'])
-    scores = cached_scores(q, k).to(cached['total'].dtype)
-    scores = scores.masked_fill(~seen[:, :, None], NEVER)
+    if scores is None:
+        scores = cached_scores(q, k)
+    scores = scores.to(cached['total'].dtype).masked_fill(~seen[:, :, None], NEVER)
     weights = scores.softmax(-1)
     top = scores.argmax(-1, keepdim=True)                           # torch.logsumexp is slow with NEVER
     log_sum = scores.gather(-1, top) - weights.gather(-1, top).log()
@@ -489,7 +498,7 @@ def bounded_step(q, k, v, cached, t, policy, cache, sinks, spill, turn):
     real = cached['pos'] >= 0
     o, a, log_mass = attend_cached(q, cached, real[:, :, None], turn)
     total = cached['total'] + a[:, :, 0]
-    worth = POLICIES[policy](a[:, :, 0], total, cached['pos'], t, cache, sinks)
+    worth = POLICIES[policy](a[:, :, 0], total, cached['pos'], cached['v'], t, cache, sinks)
     worth = worth.nan_to_num(0).masked_fill(~real, -math.inf)       # evict empty slots first
     worst = worth == worth.amin(-1, keepdim=True)
     gone = torch.where(worst, cached['pos'], t + 1).argmin(-1, keepdim=True)
@@ -872,6 +881,8 @@ RULES = {
     'tova-head': Rule('the same, each head for itself', keeps='tova-head'),
     'tova-sink': Rule('tova and the first tokens', keeps='tova-sink'),
     'h2o-layer': Rule('h2o, all heads of a layer together', keeps='h2o-layer'),
+    'mean': Rule('as h2o, but by the mean attention per step since the token came', keeps='mean'),
+    'mean-v': Rule('the same times the length of its value', keeps='mean-v'),
     'random': Rule('evicts by a fixed hash of position and time: the control', keeps='random'),
 }
 

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 
 import fastweight
 from fastweight import (FLOOR, LOG_MIN, NEVER, POLICIES, append, attend_cached, by_head, cached_scores,
-                        empty_slots, factors, finish, full_precision, joined, l2, pairs, pick, start)
+                        compressed, empty_slots, factors, finish, for_heads, full_precision, joined, l2,
+                        pairs, pick, start)
 
 triton = None                       # only GPUs need it, to be fast
 tl = types.SimpleNamespace(constexpr=None)
@@ -388,14 +389,14 @@ ON_GPU = 4      # times as many on a GPU, where each piece waits for the launche
 def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     """As fastweight.bounded. For window and sink, positions alone say which tokens are evicted. With any
     policy, empty slots are evicted first. Steps whose evictions are known are computed together. The others
-    share two products. With `turn`, an eviction moves positions: they go one by one, by the definition."""
+    share two products. With `turn`, their evictions move positions: they go one by one, by the definition."""
     T = q.shape[2]
     if cached is None:
         cached = empty_slots(k, cache)
     how = policy, cache, sinks, spill, turn
     if T == 1:
         return fastweight.bounded_step(q, k, v, cached, t, *how)
-    by_position = policy in ('window', 'sink') and turn is None
+    by_position = policy in ('window', 'sink')
     most = ON_GPU * STEPS if q.is_cuda else STEPS
     parts = []
     i = 0
@@ -424,15 +425,38 @@ def together(q, k, v, cached, t, policy, cache, sinks, spill, turn):
     stays = sinks if policy == 'sink' else 0            # positions below are never evicted
     seen = (pos >= 0) & (pos <= now)
     first = (cached['pos'] >= 0) & (cached['pos'] < stays)
+    scores = None
     if policy in ('window', 'sink'):
-        room = cache - first.sum(-1)[:, :, None, None] - int(spill)
-        near = now - pos <= room                        # not yet evicted
+        room = cache - first.sum(-1)[:, :, None, None]
+        near = now - pos <= room - int(spill)           # not yet evicted
         seen = seen & (near | (pos < stays))
-    o, weights, log_mass = attend_cached(q, cached, seen, turn)
+        if turn is not None:
+            scores = turned_scores(q, cached, now - room, stays, turn)
+            turn = None
+    o, weights, log_mass = attend_cached(q, cached, seen, turn, scores)
     cached['total'] = cached['total'] + weights.sum(2)
     order = cached['pos'].masked_fill(first, t + T).sort(dim=-1, stable=True).indices
     gone, kept = order.split([T, cache], -1)
     return o, log_mass, pick(cached, gone), pick(cached, kept)
+
+
+def turned_scores(q, cached, begins, sinks, turn):
+    """The scores for window and sink with keys that are turned by shortened positions. Only the gap between the
+    sinks and the window is long. So the window is found by true positions, and the sinks by a position of the
+    query from which this gap is shortened. begins (B, G, T, 1): the first position of each step's window"""
+    rope, positions = turn.keywords['rope'], turn.keywords['positions']
+    pos = cached['pos']
+    own = pos[:, :, -q.shape[2]:]
+    k = rope(cached['k'], pos)
+    scores = cached_scores(rope(q, for_heads(own, q.shape[1])), k)
+    if sinks == 0:
+        return scores
+    last = torch.full_like(begins, sinks - 1)           # of the sinks
+    gap = (begins - last).clamp(min=1)
+    shorter = compressed(torch.cat([last, last + gap], -1), positions)[..., 1:]
+    own = own - (gap - shorter).squeeze(-1)
+    to_sinks = cached_scores(rope(q, for_heads(own, q.shape[1])), k)
+    return torch.where((pos < sinks)[:, :, None, None], to_sinks, scores)
 
 
 def by_worth(q, k, v, cached, t, policy, cache, sinks, spill, turn):
@@ -452,7 +476,8 @@ def by_worth(q, k, v, cached, t, policy, cache, sinks, spill, turn):
         there[:, :, cache + i] = True
         seen[:, :, i] = there
         a = weights(i)
-        worth = POLICIES[policy](a, total + a, pos, t + i, cache, sinks).nan_to_num(0)      # NaN evicts, too
+        worth = POLICIES[policy](a, total + a, pos, cached['v'], t + i, cache, sinks)
+        worth = worth.nan_to_num(0)                     # NaN evicts, too
         worth = worth.masked_fill(~there, math.inf)
         worst = worth == worth.amin(-1, keepdim=True)
         gone[:, :, i:i + 1] = torch.where(worst, pos, t + T).argmin(-1, keepdim=True)       # the oldest
@@ -461,7 +486,7 @@ def by_worth(q, k, v, cached, t, policy, cache, sinks, spill, turn):
             seen[:, :, i] = there
             a = weights(i)
         total = total + a
-    o, _, log_mass = attend_cached(q, cached, seen)
+    o, _, log_mass = attend_cached(q, cached, seen, scores=scores)
     cached['total'] = total
     kept = there.nonzero()[:, 2].view(*pos.shape[:2], cache)
     return o, log_mass, pick(cached, gone), pick(cached, kept)

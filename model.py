@@ -74,7 +74,8 @@ class Config:
     overflow: str = flag('', 'rule and map for evicted tokens: sum:slots, delta:taylor; to be '
                              'trained beside window or sink, then any policy runs', of=BOUNDED)
     positions: str = flag('true', 'of cached tokens; compress: gaps g > 10 are ceil(10 + ln ln(g - 10 + e)); '
-                                   'log, sqrt: ceil(10 + ln(g - 9)), ceil(10 + sqrt(g - 10))',
+                                   'log, sqrt: ceil(10 + ln(g - 9)), ceil(10 + sqrt(g - 10)). Slots beside '
+                                   'such a cache take keys before rope',
                           ['true', *GAPS], of=BOUNDED)
     pos: str = flag('auto', 'auto: rope in layers with a cache; learned if there is an encoder',
                     ['auto', 'none', 'learned', 'rope'])
@@ -167,8 +168,8 @@ class Config:
             'token is kept')
         yield self.overflow and over not in MATRIX, (
             f'--overflow={self.overflow}: choose from {", ".join(MATRIX)}')
-        yield self.positions != 'true' and (not kept or over or self.pos not in ('auto', 'rope')), (
-            f'--positions={self.positions} needs a bounded cache with rope, and without --overflow')
+        yield self.positions != 'true' and (not kept or self.pos not in ('auto', 'rope')), (
+            f'--positions={self.positions} needs a bounded cache with rope')
         yield self.source and not self.encoder, (
             '--encoder=0: in data of pairs an encoder reads the source; give --encoder=3, say')
         yield self.encoder and (not self.causal or self.classes), (
@@ -615,7 +616,10 @@ class FastWeights(nn.Module):
     def taken(self, q, went, state):
         """What `take` computes with, one evicted token per step: features of q, features of its key, whether
         there is one (1 or 0), gates; the features' part of the new state"""
-        k = self.phi(wide(went['k']), 'k')
+        k = went['k']
+        if self.phi.moves:                                      # the same content has one slot at any position
+            k = went.get('bare', k)
+        k = self.phi(wide(k), 'k')
         x = wide(went['v']).transpose(1, 2).flatten(2)          # the channels of all heads, like an input
         real = (went['pos'] >= 0).to(x.dtype)[..., None]
         gates = self.gates(x)
@@ -686,6 +690,7 @@ class Cache(nn.Module):
         self.cache = cache
         self.sinks = sinks
         self.turn = None
+        self.rope = rope
         if positions != 'true':
             self.turn = functools.partial(fastweight.turned, rope=rope, positions=positions)
         self.causal = causal
@@ -732,10 +737,18 @@ class Cache(nn.Module):
             o, log_cache, went, new = self.attend_and_evict(q, k, v, cached, t)
             if self.overflow is None:
                 return o, new
-            o_matrix, mass, matrix = self.overflow.take(q, went, state)
+            o_matrix, mass, matrix = self.overflow.take(*self.truly_turned(q, went, t), state)
             share = self.share(x, log_cache, mass)
             o = torch.lerp(o_matrix, o.to(o_matrix.dtype), share)
             return o.to(v.dtype), {**new, **matrix}
+
+    def truly_turned(self, q, went, t=0):
+        """Queries and evicted tokens for the matrix. Its keys have the rope of their true positions, whatever
+        the cache has. `bare` are those without rope."""
+        if self.turn is None:
+            return q, went
+        steps = t + torch.arange(q.shape[2], device=q.device)
+        return self.rope(q, steps), {**went, 'k': self.rope(went['k'], went['pos']), 'bare': went['k']}
 
     def share(self, x, log_cache, mass):
         """How much of the output comes from the cache, (B, H, T, 1), or per value channel; the rest comes
@@ -1390,6 +1403,9 @@ def with_cache_flags(config, source, rule='', **changes):
         if RULES[rule].keeps == 'all':
             changes = {'overflow': '', 'positions': 'true', **changes}
     new = dataclasses.replace(config, **changes)
+    if config.overflow and new.overflow and new.positions != config.positions:
+        raise ValueError(f'--positions={new.positions}: the matrix of {source} learned with --positions='
+                         f'{config.positions}; leave the flag out, or give --overflow= for the cache alone')
     if any(RULES[then].matrix and RULES[was].keeps for then, was in zip(new.rules, config.rules)):
         given = f'--rule={rule}' if rule else f'--layers={new.layers}'
         raise ValueError(f'{given}: what softmax learned does not suit a matrix without training; '

@@ -43,7 +43,15 @@ class Seen(NamedTuple):
 
     def outputs(self, mixer):
         """The heads' outputs of another mixer for these inputs (B, H, T, head_dim)"""
-        return mixer.outputs(self.u, self.q, self.k, self.v, self.encoder_real)
+        q, k = self.seen_by(mixer)
+        return mixer.outputs(self.u, q, k, self.v, self.encoder_real)
+
+    def seen_by(self, mixer):
+        """Queries and keys as another mixer takes them: before rope, if that is done in its cache"""
+        if mixer.rope == self.mixer.rope:
+            return self.q, self.k
+        q, k, _ = mixer.heads(self.u)
+        return q, k
 
     def weights(self, mixer):
         """The weight of each value in each output of this or another mixer, (B, H, T, T of the values).

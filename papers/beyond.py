@@ -6,9 +6,10 @@
   those of training; delta can if beta may reach 2. Siems 2025, DeltaProduct (arXiv:2502.10297): for products
   of permutations of three (S3) one layer needs two such writes a token.
 - `real`: a converted model beside its teacher with caches of as many bytes, in a text by position, by the
-  teacher's own answers, and by facts that were told a while ago.
+  teacher's own answers, and by how many told facts it can answer.
 """
 import itertools
+import json
 import statistics
 
 import numpy as np
@@ -17,13 +18,14 @@ import torch.nn.functional as F
 
 import convert
 import train
+from common import files
 from common.terminal import progress
 from data import prepare, vocabulary
 from data.kinds import Data
 from fastweight import RULES
 from hub import chat
 from papers.harness import (DELTA, Panel, Suite, Way, a_line, a_row, a_text, chosen, column, from_nothing,
-                            models_beside, only, softmax_model, ways_of)
+                            only, softmax_model, ways_of)
 
 
 # ---- suites mqar, tracking ---------------------------------------------------------------------------------
@@ -33,13 +35,12 @@ def size_of_state(args, result, model, meta):
 
 
 def over_widths(args, suite):
-    """Train every rule in every width."""
-    [way] = ways_of(args, suite).values()
-    cells = list(itertools.product(only(args, suite.lines), args.lengths))
-    for form, width in progress(cells, suite.name):
+    """Train every rule in every width, for each number of pairs."""
+    cells = list(itertools.product(ways_of(args, suite).items(), only(args, suite.lines), args.lengths))
+    for (pairs, way), form, width in progress(cells, suite.name):
         wide = way._replace(train=f'{way.train} --n_embd={width}')
         results = [a_line(args, suite, wide, form, seed) for seed in args.seeds]
-        yield {'width': width, **a_row(suite, form, results)}
+        yield {'width': width, **a_row(suite, form, results, pairs)}
 
 
 def products(args, result, model, meta):
@@ -80,15 +81,16 @@ def beyond_training(args, suite):
 TOPICS = 'the moon', 'rain', 'honey bees', 'a bicycle', 'bread', 'a lighthouse'
 REQUESTS = ('What is {}?', 'Write a poem about {}.', 'Tell me a long story about {}.',
             'Explain {} to a child.', 'Write ten sentences about {}.')
-PEOPLE = 'Ada', 'Ben', 'Cora', 'Dan'
-COLOURS = 'red', 'blue', 'green', 'black', 'white', 'brown', 'pink', 'yellow'
 LONGEST = 512           # tokens of an answer
+SYLLABLES = [consonant + vowel for consonant in 'bdfgklmnprstvz' for vowel in 'aeiou']
+ASKED = 8               # facts that are asked for, of those told in a conversation
+CHATS = 1000            # conversations to train on
 
 
-def question(content, data, device, begun=''):
-    """A question by the chat template, and the beginning of an answer -> tokens (1, T)"""
+def question(content, data, device):
+    """A question by the chat template -> tokens (1, T)"""
     text = chat.rendered([{'role': 'user', 'content': content}], data)
-    return torch.tensor([chat.token_ids(text + begun, data)], device=device)
+    return torch.tensor([chat.token_ids(text, data)], device=device)
 
 
 def answered_by(model, x, data):
@@ -99,18 +101,17 @@ def answered_by(model, x, data):
             return x
 
 
-def facts_before(texts, data, device):
-    """For each text, tokens (T,): four facts, the text, and a question for one fact -> tokens (1, T') up to
-    the answer, the index of the answer in COLOURS"""
-    draw = np.random.default_rng(0)
-    for text in texts.tolist():
-        colours = draw.permutation(COLOURS)[:len(PEOPLE)]
-        which = draw.integers(len(PEOPLE))
-        facts = ' '.join(f"{name}'s hat is {colour}." for name, colour in zip(PEOPLE, colours))
-        content = (f'{facts} Remember that. Here is a text:\n\n{vocabulary.decode(text, data)}\n\n'
-                   f"What is the colour of {PEOPLE[which]}'s hat?")
-        x = question(content, data, device, f"{PEOPLE[which]}'s hat is")
-        yield x, COLOURS.index(colours[which])
+def told_and_asked(n, draw):
+    """A conversation: n facts, "Mara's number is 4172.", then questions for some of them, with answers"""
+    names = [(SYLLABLES[i // 70] + SYLLABLES[i % 70]).title() for i in draw.permutation(70 * 70)[:n]]
+    numbers = draw.integers(1000, 10_000, n)
+    facts = [f"{name}'s number is {number}." for name, number in zip(names, numbers)]
+    messages = []
+    for i in draw.integers(n, size=ASKED):
+        asked = f"What is {names[i]}'s number?"
+        messages += [{'role': 'user', 'content': asked}, {'role': 'assistant', 'content': facts[i]}]
+    messages[0]['content'] = ' '.join([*facts, messages[0]['content']])
+    return messages
 
 
 def logits_of(model, x, dtype):
@@ -118,21 +119,29 @@ def logits_of(model, x, dtype):
     return train.predict(model, x, x, None, Data(), dtype)[0]
 
 
-def recovered_in_a_text(args, path, meta, models):
+def recovered_in_a_text(args, path, meta, models, own):
     """What each model recovers of the teacher's perplexity in rows of a text -> rows of the table, one for
-    each model, and more by position"""
-    x, y, data, _ = a_text(args, path, meta, max(args.lengths), chosen(args, 2, 16), args.data)
+    each model, and more by position. own: of each form made from a model of --beside, that model. Such a form
+    is also compared with the best of all others, row by row: perplexity over that one's, its interval."""
+    x, y, data, _ = a_text(args, path, meta, max(args.lengths), chosen(args, 2, 64), args.data)
     nats = {}
     lines = []
     by_position = []
     for form, model in models.items():
-        nats[form] = convert.nats_along(model, x, y, form, args.dtype)
+        nats[form], kl = convert.nats_and_kl(models['softmax'], model, x, y, form, args.dtype)
         gain = nats['softmax'] - nats[form]     # which is the first
         size = convert.bytes_after(model, x.shape[1])
-        lines.append({'form': form, **convert.recovered(gain, data), 'state bytes': size})
+        lines.append({'form': form, **convert.recovered(gain, data), 'KL': kl.mean().item(),
+                      'state bytes': size, 'best other': None, 'over it': None, 'from': None, 'to': None})
         for start, end in convert.ranges(x.shape[1], 64):
             share = gain[:, start:end].mean().exp().item()
             by_position.append({'form': form, 'part': 'position', 'position': end, 'ours': 100 * share})
+    for row in lines:
+        if row['form'] in own:
+            others = [form for form in nats if form != 'softmax' and own.get(form) != own[row['form']]]
+            best = min(others, key=lambda form: nats[form].mean())
+            over = convert.recovered(nats[row['form']] - nats[best], data)
+            row |= {'best other': best, 'over it': over['recovered'], 'from': over['low'], 'to': over['high']}
     return lines, by_position
 
 
@@ -154,20 +163,25 @@ def nats_of_answers(args, data, models):
     return nats
 
 
-def accuracy_on_facts(args, path, meta, models):
-    """How often each model knows a fact that was told --lengths tokens before, in % -> rows of the table"""
-    data = meta['data']
-    colours = [vocabulary.encode(f' {colour}', data)[0] for colour in COLOURS]
-    questions = {}
-    for T in args.lengths:
-        texts, _, _, _ = a_text(args, path, meta, T, chosen(args, 8, 32), args.data)
-        questions[T] = list(facts_before(texts, data, args.device))
-    for (form, model), T in itertools.product(models.items(), args.lengths):
-        right = []
-        for x, answer in questions[T]:
-            logits = logits_of(model, x, args.dtype)[-1, colours]
-            right.append(logits.argmax().item() == answer)
-        yield {'form': form, 'part': 'facts', 'distance': T, 'accuracy': 100 * statistics.mean(right)}
+def accuracy_on_facts(args, data, models):
+    """How often each model answers with the right number, all digits, when it was told 4, 16, .. of them
+    -> rows of the table, in %. Writes other such conversations, to train on."""
+    digits = {i for i in range(data.vocab_size) if vocabulary.decode([i], data).strip().isdecimal()}
+    for n in chosen(args, (4, 16), (4, 16, 64, 256)):
+        draw = np.random.default_rng(n)
+        told = [json.dumps({'messages': told_and_asked(n, draw)}) for _ in range(chosen(args, 10, CHATS))]
+        files.write_file(f'{args.out}/facts-{n}.jsonl', ['\n'.join(told).encode()])
+        right = {form: [] for form in models}
+        for _ in range(chosen(args, 4, 64)):
+            ids, targets = chat.answered(told_and_asked(n, draw), data, None)
+            x = torch.tensor([ids], device=args.device)
+            places = np.array([t for t, target in enumerate(targets) if target in digits])
+            numbers = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+            for form, model in models.items():
+                guesses = logits_of(model, x, args.dtype).argmax(-1).tolist()
+                right[form] += [all(guesses[t] == targets[t] for t in number) for number in numbers]
+        for form in models:
+            yield {'form': form, 'part': 'facts', 'facts': n, 'accuracy': 100 * statistics.mean(right[form])}
 
 
 @torch.inference_mode()
@@ -178,20 +192,24 @@ def beside_caches(args, suite):
     if not args.beside:
         raise ValueError(f'--beside= is missing: the models that convert.py made of {path}')
     models = {'softmax': teacher}
-    for source, student in models_beside(args, path, meta['data']):
+    own = {}
+    for source, student in convert.models_beside(args.beside, path, meta['data'], args.device):
         models |= dict(convert.caches(teacher, student, max(args.lengths)))
-        models[source] = student
-        models |= {f'{source}, {policy}': model for policy, model in convert.other_policies(student)}
-    lines, by_position = recovered_in_a_text(args, path, meta, models)
+        forms = {source: student}
+        forms |= {f'{source}, {policy}': model for policy, model in convert.other_policies(student)}
+        models |= forms
+        own |= dict.fromkeys(forms, source)
+    lines, by_position = recovered_in_a_text(args, path, meta, models, own)
     facts = []
     if meta['data'].template:
         nats = nats_of_answers(args, meta['data'], models)
         lines = [{**row, 'nats of answers': nats[row['form']]} for row in lines]
-        facts = list(accuracy_on_facts(args, path, meta, models))
+        facts = list(accuracy_on_facts(args, meta['data'], models))
     return lines + by_position + facts
 
 
 # ---- the suites, and what papers found ---------------------------------------------------------------------
+RECALLS = '--n_layer=2 --n_head=2 --batch_size=32 --val_tokens=131072 --lr=1e-2'
 TRACKER = '--n_embd=64 --n_head=16 --conv=0 --batch_size=64 --lr=3e-3'
 
 SUITES = {suite.name: suite for suite in [
@@ -201,9 +219,11 @@ SUITES = {suite.name: suite for suite in [
         {'steps': 1000, 'lengths': '16,32,64,128'},
         lines=from_nothing({name: f'--rule={name} {"--cache=16" if rule.bounded else ""}'
                             for name, rule in RULES.items()}),
-        ways={'': Way('mqar', '--n_layer=2 --n_head=2 --batch_size=32 --val_tokens=131072 --lr=1e-2')},
+        ways={'8 pairs': Way('mqar', RECALLS),
+              **{f'{n} pairs': Way(f'mqar:{n}', RECALLS, full=True) for n in (16, 32, 64)}},
         figure='accuracy', beside=('state bytes',), from_checkpoint=size_of_state,
-        panels=(Panel('state bytes', 'ours', 'MQAR, 8 pairs'),), note='accuracy in % of 512 new rows',
+        panels=tuple(Panel('state bytes', 'ours', f'MQAR, {n} pairs', f'{n} pairs') for n in (8, 16, 32, 64)),
+        note='accuracy in % of 512 new rows',
         source='Arora 2023, figure 2, which is a picture'),
     Suite(
         'tracking', 'parity and products in groups, beyond the training lengths; --full: two layers, A5',
@@ -233,8 +253,8 @@ SUITES = {suite.name: suite for suite in [
         'real', 'a converted model beside caches of as many bytes', beside_caches,
         'init data lengths dtype beside', {'lengths': '256,1024'}, {'lengths': '256,512,1024,2048'},
         panels=(Panel('position', 'ours', 'recovered of the teacher, %', 'position'),
-                Panel('distance', 'accuracy', 'facts told so many tokens before', 'facts')),
+                Panel('facts', 'accuracy', 'numbers that are answered right, %', 'facts')),
         note='recovered: perplexity of softmax / of the line; low, high: a 95 % interval over rows; '
              "position: up to here; nats of answers: per token of the teacher's own answers to questions; "
-             'accuracy: in %, of which a guess knows 12.5',
+             'accuracy: in % of 512 answers, all digits right; to train on: facts-64.jsonl, .. in --out',
         source='no paper has such a table')]}

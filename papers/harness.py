@@ -342,7 +342,9 @@ def ways_of(args, suite):
     skipped, with a message."""
     ways = {name: way for name, way in suite.ways.items() if way.full in (None, args.full)}
     sets = [way.data for way in ways.values()]
-    named = args.data.partition(':')[0]             # cola of cola:FOLDER, which is cola, read from there
+    named = args.data
+    if named not in sets:
+        named = named.partition(':')[0]             # cola of cola:FOLDER, which is cola, read from there
     if args.data and all(sets) and named not in sets:
         raise ValueError(f'--data={args.data}: choose from {", ".join(sets)}')
     to_run = {}
@@ -456,15 +458,3 @@ def model_and_rows(args, quick, full):
         count = min(count, 16)
     x, _, data, _ = a_text(args, path, meta, tokens_a_row(args, model.config), count, args.data)
     return model, x, data
-
-
-def models_beside(args, path, data):
-    """Yield the path and the model of each of --beside. ValueError if its tokens are not those of `data`, the
-    tokens of the model in `path`."""
-    for source in filter(None, args.beside.split(',')):
-        model, meta = load(source, args.device)
-        if not data.has_tokens_of(meta['data']):
-            tokens = meta['data'].summary()
-            raise ValueError(f'--beside={source}: its tokens ({tokens}) are not those of {path}; train both '
-                             'on the same data')
-        yield source, model

@@ -25,8 +25,7 @@ from common.weights import state_bytes
 from data import prepare, tasks, vocabulary
 from model import load
 from papers.harness import (Panel, Suite, Way, a_line, a_text, chosen, from_nothing, model_and_rows,
-                            models_beside, once, only, over, over_seeds, softmax_model, task_rows,
-                            tokens_a_row, ways_of)
+                            once, only, over, over_seeds, softmax_model, task_rows, tokens_a_row, ways_of)
 
 SHARES = 64, 32, 16, 8, 4, 2, 1         # the cache is 1 / this of a row
 EVICTING = 'random', 'window', 'sink', 'h2o', 'tova-head', 'tova'
@@ -104,7 +103,7 @@ def far_along_a_text(args, suite):
     models = {}
     for form, (policy, positions) in only(args, suite.lines).items():
         models[form] = with_cache(teacher, policy, size, positions=positions)
-    for source, model in models_beside(args, path, data):
+    for source, model in convert.models_beside(args.beside, path, data, args.device):
         models[f'{",".join(dict.fromkeys(model.config.rules))}: {source}'] = model
     in_rows = nats_in_pieces(args, teacher, x, y, block, 'in rows')
     rows = list(nats_by_position('softmax, in rows', in_rows, block))
@@ -114,6 +113,7 @@ def far_along_a_text(args, suite):
         rows += nats_by_position(form, nats, block)
     for row in rows:
         row['more than in rows'] = row['perplexity'] - base[row['position']]
+        row['over in rows'] = row['perplexity'] / base[row['position']]
     return rows
 
 
@@ -321,6 +321,6 @@ SUITES = {suite.name: suite for suite in [
          'tova compressed': ('tova', 'compress'), 'tova log': ('tova', 'log'), 'tova sqrt': ('tova', 'sqrt'),
          'tova-head': ('tova-head', 'true'),
          'tova-head compressed': ('tova-head', 'compress')}, one=True,
-        panels=(Panel('position', 'nats', 'one long text', 'position'),),
+        panels=(Panel('position', 'over in rows', 'one text, over softmax in rows', 'position'),),
         note='position: the range from the line above up to here; in rows: each row from an empty state',
         source='Oren 2024, appendix: up to 70,000 tokens TOVA loses less than 0.5, compressed, 512 cached')]}
