@@ -253,6 +253,25 @@ def cannot_train(config):
         'model runs with any policy, as sample.py --rule=tova')
 
 
+PUBLISHED = {       # what the layers of a paper have beside the rule: fields of Config
+    'delta': {'qkv_conv': 4, 'phi': 'identity', 'beta_max': 1.0},
+    'retention': {'out_gate': 'silu', 'pos': 'rope'},
+    'gla': {'out_gate': 'silu', 'gate_rank': 16},
+    'mamba2': {'qkv_conv': 4, 'phi': 'identity', 'out_gate': 'silu'},
+    'gated_delta': {'qkv_conv': 4, 'phi': 'identity', 'beta_max': 1.0, 'out_gate': 'silu'},
+    'kda': {'qkv_conv': 4, 'phi': 'identity', 'beta_max': 1.0, 'out_gate': 'sigmoid', 'gate_rank': 16}}
+
+
+def as_published(given):
+    """The flags of a Config and, where it does not give them, those of its rule's paper, with RMSNorm for
+    each norm. ValueError if no paper is known, or several are."""
+    rules = {rule for rule in Config(**given).rules if RULES[rule].matrix}
+    if len(rules) != 1 or not rules <= PUBLISHED.keys():
+        raise ValueError(f'--published with {", ".join(rules)}: take one of {", ".join(PUBLISHED)}, maybe '
+                         'with softmax')
+    return {'conv': 0, 'rms': True, 'out_eps': 1e-5, **PUBLISHED[rules.pop()], **given}
+
+
 # A trained model can change these: softmax keeps its weights with any cache policy (--overflow adds some).
 CacheFlags = subset(Config, 'cache', 'sinks', 'overflow', 'positions',
               rule=flag('', 'what softmax layers become: h2o, tova, sink, window keep --cache tokens; a '

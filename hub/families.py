@@ -128,7 +128,7 @@ FAMILIES = {
                 'cache_gate': 'sigmoid', 'out_gate': 'silu', 'phi': 'identity', 'norm': '', 'writes': 1,
                 'gate_rank': 0, 'beta_max': 1.0, 'out_norm': True},
         known={'hidden_act': ('silu',), 'attention_bias': NO, 'attn_output_gate': (True,)},
-        rules={**ALL_SOFTMAX, 'linear_attention': 'gated_delta'}, absent={'layer_types': []}),
+        rules={**ALL_SOFTMAX, 'linear_attention': 'gated_delta'}),
     'bert': Family(     # our layer begins with the norm that ends their previous layer
         names={'embed.weight': 'bert.embeddings.word_embeddings.weight',
                'positions.weight': 'bert.embeddings.position_embeddings.weight',
@@ -274,9 +274,9 @@ def rules_of_layers(family, raw, n):
     if family.rules == ALL_SOFTMAX:
         return {'rule': 'softmax', 'layers': ''}
     raw = {**family.absent, **raw}
-    types = raw.get('layer_types')
-    slides = entry(raw, 'use_sliding_window', False) and raw['sliding_window'] is not None
-    if types is None:
+    types = raw.get('layer_types') or []
+    slides = entry(raw, 'use_sliding_window', False) and raw.get('sliding_window') is not None
+    if not types and family.absent:
         first = entry(raw, 'max_window_layers', 0) if slides else n
         some = range(min(n, 2000))                          # Config refuses so many
         types = ['full_attention' if i < first else 'sliding_attention' for i in some]

@@ -107,7 +107,7 @@ class Folder:
         uniform = uniform_name(whole_name(name))
         if uniform not in self.stored:
             there = sorted({os.path.basename(file) for file, _ in self.stored.values()})
-            raise ValueError(f'{self.source}: tensor {name} is missing in {", ".join(there)}')
+            raise ValueError(f'{self.source}: tensor {whole_name(name)} is missing in {", ".join(there)}')
         self.used.add(uniform)
         return self.stored[uniform]
 
