@@ -3825,6 +3825,57 @@ def test_a_rule_is_trained_as_published(rule, tmp_path, text, capsys):
     assert (mixer.gate is None) == (rule == 'delta')
     assert 'take one of delta' in refused(capsys, train.main, '--rule=sum', *run)
 
+def of_transformers(path, name, config, **sizes):
+    """A layer of transformers with random weights; its gates decay by less than LOG_MIN a step."""
+    hf, module = pytest.importorskip('transformers'), pytest.importorskip(f'transformers.models.{path}')
+    torch.manual_seed(0)
+    layer = getattr(module, name)(getattr(hf, config)(num_hidden_layers=4, **sizes), 0)
+    for part, p in layer.named_parameters():
+        p.data = torch.randn(p.shape) / p.shape[-1] ** .5 - 3 * part.endswith('A_log') + (part[-11:] == 'norm.weight')
+    return layer
+
+@torch.no_grad()
+def test_the_layer_of_olmo_hybrid_is_a_mixer():
+    theirs = of_transformers('olmo_hybrid.modeling_olmo_hybrid', 'OlmoHybridGatedDeltaNet', 'OlmoHybridConfig',
+                             hidden_size=24, num_attention_heads=4, linear_num_key_heads=2, linear_num_value_heads=4)
+    K, V = theirs.head_k_dim, theirs.head_v_dim
+    mixer = model_py.Mixer(Config(
+        rule='gated_delta', n_embd=24, n_head=4, key_heads=2, value_heads=4, key_dim=K, value_dim=V, qkv_conv=4,
+        phi='identity', out_gate='silu', out_eps=1e-5 * K), 'gated_delta')
+    given = {'qkv.weight': torch.cat([getattr(theirs, f'{x}_proj').weight for x in 'qkv']),
+             'conv.weight': theirs.conv1d.weight[:, 0].T, 'gate.weight': theirs.g_proj.weight,
+             'memory.gates.proj.weight': torch.stack([theirs.b_proj.weight, theirs.a_proj.weight], 1).flatten(0, 1),
+             'memory.gates.log_rate': theirs.A_log.view(-1, 1, 1), 'memory.gates.bias_f': theirs.dt_bias.view(-1, 1, 1),
+             'out_norm.weight': theirs.o_norm.weight, 'proj.weight': theirs.o_proj.weight}
+    mixer.load_state_dict(given)
+    x = torch.randn(2, 70, 24)
+    near(mixer(x)[0], theirs(x), 1e-5)
+
+@torch.no_grad()
+def test_the_layer_of_kimi_linear_is_kda():
+    theirs = of_transformers('kimi_linear.modeling_kimi_linear', 'KimiLinearDeltaAttention', 'KimiLinearConfig',
+                             hidden_size=24, linear_head_dim=6, linear_num_heads=4)
+    x = torch.randn(2, 70, 24)
+    conv = model_py.Conv(72, 4)
+    conv.weight = torch.nn.Parameter(theirs.conv1d.weight[:, 0].T)
+    y = F.silu(conv(torch.cat([theirs.q_proj(x), theirs.k_proj(x), theirs.v_proj(x)], -1))[0])
+    q, k, v = (model_py.by_head(part, 6) for part in y.chunk(3, -1))
+    beta = theirs.b_proj(x).sigmoid().mT
+    o, _ = recurrent(l2(q) / 6 ** .5, l2(k), v, beta, beta, theirs.forget_gate(x).transpose(1, 2))
+    o = F.rms_norm(o.transpose(1, 2), (6,), theirs.o_norm.weight, theirs.o_norm.variance_epsilon)
+    gate = theirs.g_b_proj(theirs.g_a_proj(x)).sigmoid()
+    near(theirs.o_proj(o.flatten(2) * gate), theirs(x), 1e-5)
+
+@torch.no_grad()
+def test_the_layer_of_minimax_is_retention():
+    theirs = of_transformers('minimax.modeling_minimax', 'MiniMaxLightningAttention', 'MiniMaxConfig',
+                             hidden_size=24, num_attention_heads=4, head_dim=6, block_size=32)
+    x = torch.randn(2, 70, 24)
+    q, k, v = F.silu(theirs.qkv_proj(x)).view(2, 70, 4, 18).transpose(1, 2).chunk(3, -1)
+    o, _ = recurrent(q, k, v, log_f=-theirs.slope_rate.expand(2, -1, 70, 1))
+    o = theirs.norm(o.transpose(1, 2).flatten(2)) * theirs.output_gate(x).sigmoid()
+    near(theirs.out_proj(o), theirs(x, None, None)[0], 1e-5)
+
 LLAMAS = 'llama', 'mistral', 'qwen2', 'qwen3', 'qwen3_5_text'
 
 @pytest.mark.parametrize('kind', LLAMAS)

@@ -122,11 +122,9 @@ FAMILIES = {
         entries={**LLAMA.entries, 'rope_share': 'partial_rotary_factor', 'qkv_conv': 'linear_conv_kernel_dim',
                  'key_heads': 'linear_num_key_heads', 'value_heads': 'linear_num_value_heads',
                  'key_dim': 'linear_key_head_dim', 'value_dim': 'linear_value_head_dim'},
-        usual={**LLAMA.usual, 'block_size': 32768, 'n_kv_head': 4, 'head_dim': 256, 'rope_share': 0.25,
-               'qkv_conv': 4, 'key_heads': 16, 'value_heads': 32, 'key_dim': 128, 'value_dim': 128},
+        usual={**LLAMA.usual, 'block_size': 32768, 'n_kv_head': 4, 'head_dim': 256, 'rope_share': 0.25},
         config={**DECODER, 'pos': 'rope', 'act': 'swiglu', 'bias': False, 'rms': True, 'qk_norm': True,
-                'cache_gate': 'sigmoid', 'out_gate': 'silu', 'phi': 'identity', 'norm': '', 'writes': 1,
-                'gate_rank': 0, 'beta_max': 1.0, 'out_norm': True},
+                'cache_gate': 'sigmoid', 'out_gate': 'silu', 'phi': 'identity', 'beta_max': 1.0},
         known={'hidden_act': ('silu',), 'attention_bias': NO, 'attn_output_gate': (True,)},
         rules={**ALL_SOFTMAX, 'linear_attention': 'gated_delta'}),
     'bert': Family(     # our layer begins with the norm that ends their previous layer
@@ -285,8 +283,6 @@ def rules_of_layers(family, raw, n):
         raise ValueError(f'layer_types: {len(types)} of {kinds}, expected {n} of {", ".join(family.rules)}')
     rules = [family.rules[what] for what in types]
     found = {'rule': rules[0], 'layers': ','.join(rules)}
-    if len(set(rules)) == 1:
-        found['layers'] = ''
     if 'window' in rules:                                   # theirs counts the token itself
         if not slides:
             raise ValueError('layer_types has sliding_attention, but sliding_window is not switched on')
