@@ -159,8 +159,8 @@ class Config:
             f'--n_embd={self.n_embd} is not a multiple of --n_head={self.n_head}')
         turned = head_dim * self.rope_share
         yield self.turns() and turned % 2, (
-            f'--n_embd={self.n_embd} --n_head={self.n_head} --head_dim={self.head_dim}: rope turns pairs, '
-            f'but {turned:g} channels of a head are to be turned; --pos=none')
+            f'--n_embd={self.n_embd} --n_head={self.n_head} --head_dim={self.head_dim}: rope turns pairs, so '
+            f'it takes an even number of channels of a head, not {turned:g}; or --pos=none')
         yield self.value_heads % (self.key_heads or 1), (
             f'key_heads={self.key_heads} does not divide value_heads={self.value_heads}')
         yield self.qkv_conv and (self.encoder or not self.causal), (

@@ -4951,7 +4951,7 @@ def test_every_exercise_has_an_answer():
 SIZES = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=4, intermediate_size=12)
 LAYOUTS = dict(     # names in transformers, sizes
     gpt2=('GPT2', 'LMHeadModel', dict(n_layer=2, n_head=4, n_embd=16, n_inner=12, vocab_size=30, n_positions=16)),
-    llama=('Llama', 'ForCausalLM', dict(SIZES, max_position_embeddings=16, rms_norm_eps=1e-5)),
+    llama=('Llama', 'ForCausalLM', dict(SIZES, head_dim=6, max_position_embeddings=16, rms_norm_eps=1e-5)),
     mistral=('Mistral', 'ForCausalLM', dict(SIZES, head_dim=6, sliding_window=7)),
     qwen2=('Qwen2', 'ForCausalLM', dict(SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1)),
     qwen3=('Qwen3', 'ForCausalLM', dict(SIZES, head_dim=6)),

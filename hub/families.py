@@ -108,7 +108,8 @@ FAMILIES = {
         usual={**LLAMA.usual, 'block_size': 131072, 'n_kv_head': 8},
         config={**LLAMA.config, **NO_MATRIX}, rules=WINDOWS,
         absent={'use_sliding_window': True, 'sliding_window': 4096, 'max_window_layers': 0},
-        known={'hidden_act': ('silu',), 'layer_types': (None,)}),       # with them it is a Ministral
+        known={'hidden_act': ('silu',), 'use_sliding_window': (True,),
+               'layer_types': (None,)}),                                # with them it is a Ministral
     'qwen2': LLAMA._replace(
         usual={**LLAMA.usual, 'block_size': 32768, 'n_kv_head': 32},
         config={**LLAMA.config, **NO_MATRIX, 'qkv_bias': True},
@@ -122,7 +123,8 @@ FAMILIES = {
         entries={**LLAMA.entries, 'rope_share': 'partial_rotary_factor', 'qkv_conv': 'linear_conv_kernel_dim',
                  'key_heads': 'linear_num_key_heads', 'value_heads': 'linear_num_value_heads',
                  'key_dim': 'linear_key_head_dim', 'value_dim': 'linear_value_head_dim'},
-        usual={**LLAMA.usual, 'block_size': 32768, 'n_kv_head': 4, 'head_dim': 256, 'rope_share': 0.25},
+        usual={**LLAMA.usual, 'block_size': 32768, 'n_kv_head': 4, 'head_dim': 256, 'rope_share': 0.25,
+               'qkv_conv': 4},
         config={**DECODER, 'pos': 'rope', 'act': 'swiglu', 'bias': False, 'rms': True, 'qk_norm': True,
                 'cache_gate': 'sigmoid', 'out_gate': 'silu', 'phi': 'identity', 'beta_max': 1.0},
         known={'hidden_act': ('silu',), 'attention_bias': NO, 'attn_output_gate': (True,)},
@@ -329,7 +331,7 @@ def published(kind, config):
         raw['layer_types'] = [types[rule] for rule in rules_in(config)]
     if 'sliding_window' in family.absent:
         slides = 'window' in rules_in(config)
-        raw['use_sliding_window'] = slides
+        raw.setdefault('use_sliding_window', slides)        # a Mistral knows no such switch
         raw['sliding_window'] = config['cache'] + 1 if slides else None
     if config['rope_scaling']:
         *factors, known = config['rope_scaling']
