@@ -469,8 +469,10 @@ def can_fold(model):
     c = model.config
     folding = [mixer.memory for mixer in model.mixers().values() if mixer.memory.rule.keeps != 'all']
     is_t2r = c.phi.partition(':')[0] in ('t2r', 't2r-scaled')
-    if not is_t2r or c.turns() or {memory.rule.keeps for memory in folding} != {None}:
-        raise ValueError('--fold needs --phi=t2r where softmax was, and no rope between W_q and phi')
+    between = c.turns() or c.qk_norm or c.qkv_conv
+    if not is_t2r or between or {memory.rule.keeps for memory in folding} != {None}:
+        raise ValueError('--fold needs --phi=t2r where softmax was, and no rope, norm or convolution between '
+                         'W_q and phi')
     return folding[0].phi.feature_dim
 
 
@@ -599,8 +601,8 @@ def caches(teacher, student, T):
     new = [rule != before for rule, before in zip(c.rules, teacher.config.rules)]
     state = student.read(torch.zeros(1, 1, dtype=torch.long, device=student.embed.weight.device))
     kept = [sum(x.nbytes for x in layer['mixer'].values()) for layer in state['layers']]
-    heads = c.n_kv_head or c.n_head
-    a_token = heads * (2 * 4 * c.n_embd // c.n_head + 12)   # key, value, position, sum of weights
+    _, heads, _, width, _ = c.heads('softmax')
+    a_token = heads * (2 * 4 * width + 12)                  # key, value, position, sum of weights
     size = max((bytes for bytes, swapped in zip(kept, new) if swapped), default=0) // a_token
     whole = ', nearly the whole row' if size > 0.9 * T else ''          # then they say little
     if c.overflow and c.cache:

@@ -50,6 +50,7 @@ GATED = RulesThat(lambda rule: rule.f not in (None, 'fixed') or rule.write)
 BOUNDED = RulesThat(lambda rule: rule.bounded)
 SINKS = RulesThat(lambda rule: rule.bounded and 'sink' in rule.keeps)   # these keep the first tokens
 SOURCE_RULES = RulesThat(lambda rule: not rule.bounded)                 # these see a whole text
+OUT_GATES = {'silu': F.silu, 'sigmoid': torch.sigmoid}
 
 
 @dataclass
@@ -67,6 +68,11 @@ class Config:
     gate_rank: int = flag(0, 'gates: rank of their W; 0: full', low=0, high=2 ** 17, of=GATED)
     conv: int = flag(4, 'width of the convolution before mixer and MLP (causal, except in encoders); 0: none',
                      low=0, high=64)
+    qkv_conv: int = flag(0, 'width of a convolution with silu over q, k and v, after their projection; 0: '
+                            'none', low=0, high=64, of=MATRIX, later=True)
+    out_gate: str = flag('', 'what a matrix returns is multiplied by this function of x W, after out_norm',
+                         ['', *OUT_GATES], of=MATRIX, later=True)
+    qk_norm: bool = flag(False, 'RMSNorm of q and of k, of each head', later=True)
     cache: int = flag(256, 'rules with a limited cache: number of cached tokens', low=0, high=2 ** 20,
                       of=BOUNDED)
     sinks: int = flag(4, f'{", ".join(SINKS)}: how many first tokens are never evicted', low=0, high=2 ** 24,
@@ -90,6 +96,7 @@ class Config:
                      SOURCE_RULES)
     n_head: int = flag(8, 'heads', low=1, high=1024)
     n_embd: int = flag(128, 'width', low=1, high=2 ** 17)
+    head_dim: int = flag(0, 'channels of a head; 0: n_embd / n_head', low=0, high=2 ** 17, later=True)
     block_size: int = flag(128, 'tokens in a training row of a text (a task has its own); with --init, at '
                            'most so many of labelled lines and chats; default with --init: those of the '
                            'model, if from the hub at most 512', low=1, high=2 ** 24)
@@ -111,6 +118,13 @@ class Config:
     rope_scaling: list = ()     # for a scaled rope, see `speeds`
     n_kv_head: int = known(0, 0, 1024)      # fewer heads for k and v than for q; 0: as many
     key_dim: int = known(0, 0, 2 ** 17, MATRIX)     # channels of q and k per head; 0: as many as v
+    value_dim: int = known(0, 0, 2 ** 17, later=True)       # of v per head of a matrix; 0: head_dim
+    value_heads: int = known(0, 0, 1024, later=True)        # see `apart`; 0: as in layers of softmax
+    key_heads: int = known(0, 0, 1024, later=True)          # of q and k, if value_heads is given
+    out_eps: float = known(0.0, 0, 1, later=True)   # out_norm is RMSNorm with this eps; 0: LayerNorm
+    cache_gate: str = flag('', '', ['', *OUT_GATES], later=True)        # as out_gate, where keys are kept
+    rope_share: float = known(1.0, 0, 1, later=True)        # of the channels of a head, which rope turns
+    qkv_bias: bool = known(False, later=True)       # biases of q, k and v, if there are no others
     n_inner: int = known(0, 0, 2 ** 20)     # width of the MLP; 0: 4 n_embd
     tied: bool = True           # weight tying: the output layer is the embedding
 
@@ -141,11 +155,18 @@ class Config:
             yield rule and not self.encoder, f'--{name}={rule} reads a source: it needs --encoder=3, say'
         kept = self.keeps() - {'all', None}
         over = self.overflow.partition(':')[0]
-        head_dim, rest = divmod(self.n_embd, self.n_head)
-        yield rest, f'--n_embd={self.n_embd} is not a multiple of --n_head={self.n_head}'
-        yield self.turns() and head_dim % 2, (
-            f'--n_embd={self.n_embd} --n_head={self.n_head}: rope turns pairs, so n_embd / n_head must be '
-            'even; or --pos=none')
+        head_dim = self.head_dim or self.n_embd // self.n_head
+        yield not self.head_dim and self.n_embd % self.n_head, (
+            f'--n_embd={self.n_embd} is not a multiple of --n_head={self.n_head}')
+        turned = head_dim * self.rope_share
+        yield self.turns() and turned % 2, (
+            f'--n_embd={self.n_embd} --n_head={self.n_head} --head_dim={self.head_dim}: rope turns pairs, so '
+            f'it takes an even number of channels of a head, not {turned:g}; or --pos=none')
+        yield self.value_heads % (self.key_heads or 1), (
+            f'key_heads={self.key_heads} does not divide value_heads={self.value_heads}')
+        yield self.qkv_conv and (self.encoder or not self.causal), (
+            f'--qkv_conv={self.qkv_conv} with --encoder={self.encoder} --causal={self.causal}: it is for a '
+            'text that is read step by step; leave it out')
         yield self.n_head % (self.n_kv_head or 1), (
             f'n_kv_head={self.n_kv_head} does not divide --n_head={self.n_head}')
         scaling = self.rope_scaling
@@ -191,8 +212,28 @@ class Config:
         """What layers keep, as a set: 'all' for softmax, a policy for a limited cache, None for a matrix."""
         return {RULES[rule].keeps for rule in self.rules}
 
+    def apart(self, rule):
+        """Whether layers with this rule have heads of their own number (Qwen3.5). They then have neither rope
+        nor a norm of q and k, which are for the layers of softmax."""
+        return RULES[rule].matrix and self.value_heads > 0
+
+    def heads(self, rule):
+        """The sizes of a layer with this rule: heads of q, of k, of v; channels of q and k, of v in each"""
+        d = self.head_dim or self.n_embd // self.n_head
+        n_kv = self.n_kv_head or self.n_head
+        if not RULES[rule].matrix:
+            return self.n_head, n_kv, n_kv, d, d
+        V = self.value_dim or d
+        K = self.key_dim or V
+        if self.apart(rule):
+            n_key = self.key_heads or self.value_heads
+            return n_key, n_key, self.value_heads, K, V
+        return self.n_head, n_kv, n_kv, K, V
+
     def uses_rope(self, rule):
         """Whether a layer with this rule rotates its keys by rope."""
+        if self.apart(rule):
+            return False
         return self.pos == 'rope' or (self.pos == 'auto' and not RULES[rule].matrix)
 
     def turns(self):
@@ -211,6 +252,25 @@ def cannot_train(config):
     yield config.overflow and chooses, (
         f'--rule={", ".join(chooses)} --overflow={config.overflow}: train with --rule=sink; the trained '
         'model runs with any policy, as sample.py --rule=tova')
+
+
+PUBLISHED = {       # what the layers of a paper have beside the rule: fields of Config
+    'delta': {'qkv_conv': 4, 'phi': 'identity', 'beta_max': 1.0},
+    'retention': {'out_gate': 'silu', 'pos': 'rope'},
+    'gla': {'out_gate': 'silu', 'gate_rank': 16},
+    'mamba2': {'qkv_conv': 4, 'phi': 'identity', 'out_gate': 'silu'},
+    'gated_delta': {'qkv_conv': 4, 'phi': 'identity', 'beta_max': 1.0, 'out_gate': 'silu'},
+    'kda': {'qkv_conv': 4, 'phi': 'identity', 'beta_max': 1.0, 'out_gate': 'sigmoid', 'gate_rank': 16}}
+
+
+def as_published(given):
+    """The flags of a Config and, where it does not give them, those of its rule's paper, with RMSNorm for
+    each norm. ValueError if no paper is known, or several are."""
+    rules = {rule for rule in Config(**given).rules if RULES[rule].matrix}
+    if len(rules) != 1 or not rules <= PUBLISHED.keys():
+        raise ValueError(f'--published with {", ".join(rules)}: take one of {", ".join(PUBLISHED)}, maybe '
+                         'with softmax')
+    return {'conv': 0, 'rms': True, 'out_eps': 1e-5, **PUBLISHED[rules.pop()], **given}
 
 
 # A trained model can change these: softmax keeps its weights with any cache policy (--overflow adds some).
@@ -302,18 +362,20 @@ def angles(pos, half, theta=1e4, scaling=()):
 
 
 def rotated(x, cos, sin):
-    """x (B, H, T, d) with its pairs (x_i, x_{i+d/2}) rotated by these `angles`"""
+    """x (B, H, T, d) with its pairs (x_i, x_{i+r/2}), i < r/2, rotated by these `angles`. There is one for
+    each pair; channels from r on stay as they are."""
     cos = cos.to(x.dtype)
     sin = sin.to(x.dtype)
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    half = cos.shape[-1]
+    a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)
 
 
-def rope(x, pos, theta=1e4, scaling=()):
-    """Rotate the pairs (x_i, x_{i+d/2}) by the angle pos theta^(-2i/d). Su 2021, arXiv:2104.09864. What q
-    finds at k then depends only on the distance of their positions.
-    x (B, H, T, d), d even   pos (.., T)   theta, scaling: as in `speeds`  ->  like x"""
-    return rotated(x, *angles(pos, x.shape[-1] // 2, theta, scaling))
+def rope(x, pos, theta=1e4, scaling=(), share=1.0):
+    """Rotate the pairs (x_i, x_{i+r/2}) by the angle pos theta^(-2i/r), r = share d. Su 2021,
+    arXiv:2104.09864. What q finds at k then depends only on the distance of their positions.
+    x (B, H, T, d), r even   pos (.., T)   theta, scaling: as in `speeds`  ->  like x"""
+    return rotated(x, *angles(pos, int(share * x.shape[-1]) // 2, theta, scaling))
 
 
 def start_bias(n_head, n, rate):
@@ -807,55 +869,89 @@ def by_head(x, size):
 
 class Mixer(nn.Module):
     """What attention is in a transformer: projections, positions, and fast weights or a cache. It takes a
-    state and returns one. causal is false in an encoder."""
+    state and returns one. causal is false in an encoder. Its sizes are those that the Config says for this
+    rule, see Config.heads."""
     def __init__(self, c, rule, causal=True):
         super().__init__()
-        self.head_dim = c.n_embd // c.n_head
         flags = {field.name: getattr(c, field.name) for field in dataclasses.fields(c)
                  if rule in field.metadata.get('of', ())}       # what Config says for this kind of rule
-        self.key_dim = flags.get('key_dim') or self.head_dim
+        n_query, n_key, self.n_value, self.key_dim, self.head_dim = c.heads(rule)
         self.n = flags.get('writes', 1)                 # keys and values per token, in each head
-        n_kv = c.n_kv_head or c.n_head
-        self.sizes = [c.n_head * self.key_dim, n_kv * self.n * self.key_dim, n_kv * self.n * self.head_dim]
+        self.sizes = [n_query * self.key_dim, n_key * self.n * self.key_dim,
+                      self.n_value * self.n * self.head_dim]
         turned_by = {'theta': c.theta, 'scaling': c.rope_scaling}
-        self.angles = functools.partial(angles, **turned_by)
-        self.qkv = nn.Linear(c.n_embd, sum(self.sizes), bias=c.bias)
+        self.angles = functools.partial(angles, half=int(c.rope_share * self.key_dim) // 2, **turned_by)
+        self.qkv = nn.Linear(c.n_embd, sum(self.sizes), bias=c.bias or c.qkv_bias)
+        width = flags.pop('qkv_conv', 0)
+        self.conv = Conv(sum(self.sizes), width) if width else None
+        self.q_norm = self.k_norm = None
+        if c.qk_norm and not c.apart(rule):
+            self.q_norm = nn.RMSNorm(self.key_dim, c.eps)
+            self.k_norm = nn.RMSNorm(self.key_dim, c.eps)
         self.rope = c.uses_rope(rule) and flags.get('positions', 'true') == 'true'  # else Cache rotates them
+        gate = flags.pop('out_gate', c.cache_gate)
         if rule in MATRIX:
-            self.memory = FastWeights(rule, c.n_embd, n_kv, self.head_dim, causal=causal, **flags)
+            flags['key_dim'] = self.key_dim
+            self.memory = FastWeights(rule, c.n_embd, self.n_value, self.head_dim, causal=causal, **flags)
         else:
-            self.memory = Cache(rule, c.n_embd, c.n_head, self.head_dim, n_kv=n_kv, causal=causal,
-                                rope=functools.partial(rope, **turned_by), **flags)
+            turn = functools.partial(rope, share=c.rope_share, **turned_by)
+            self.memory = Cache(rule, c.n_embd, n_query, self.head_dim, n_kv=n_key, causal=causal, rope=turn,
+                                **flags)
         self.out_norm = None
         if c.out_norm and rule in MATRIX and not self.memory.normalise:   # else they are normalised already
             self.out_norm = nn.LayerNorm(self.head_dim, bias=False)
-        self.proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
+            if c.out_eps:
+                self.out_norm = nn.RMSNorm(self.head_dim, c.out_eps)
+        width = max(n_query, self.n_value) * self.head_dim
+        self.act = OUT_GATES.get(gate)
+        self.gate = nn.Linear(c.n_embd, width, bias=False) if gate else None
+        self.proj = nn.Linear(width, c.n_embd, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
 
-    def heads(self, x, t=0):
+    def heads(self, x, t=0, state=None):
         """x (B, T, n_embd), t the position of the first step -> q (B, H, T, key_dim), k (B, G, T, n key_dim),
-        v (B, G, T, n head_dim). Heads may share keys and values: G = n_kv_head of H (fastweight.for_heads)"""
-        q, k, v = self.qkv(x).split(self.sizes, -1)
+        v (B, G, T, n head_dim). Heads may share keys and values: G = n_kv_head of H (fastweight.for_heads).
+        With more heads of values than of keys, q and k are repeated for them.
+        state: a dict; with a convolution, the inputs before x in it are replaced by the last ones of x"""
+        state = {} if state is None else state
+        y = self.qkv(x)
+        if self.conv is not None:
+            y, state['last'] = self.conv(y, state.get('last'))
+            y = F.silu(y)
+        q, k, v = y.split(self.sizes, -1)
+        if self.q_norm is not None:
+            q = self.q_norm(q.unflatten(-1, (-1, self.key_dim))).flatten(-2)
+            k = self.k_norm(k.unflatten(-1, (-1, self.key_dim))).flatten(-2)
         q = by_head(q, self.key_dim)
         k = by_head(k, self.n * self.key_dim)
         if self.rope:
             steps = t + torch.arange(x.shape[1], device=x.device)
-            cos, sin = self.angles(steps, self.key_dim // 2)    # of both
+            cos, sin = self.angles(steps)                       # of both
             q = rotated(q, cos, sin)
             k = rotated(k, cos, sin)
+        if k.shape[1] < self.n_value:
+            q = for_heads(q, self.n_value)
+            k = for_heads(k, self.n_value)
         return q, k, by_head(v, self.n * self.head_dim)
 
-    def merge(self, o):
-        """The heads' outputs o (B, H, T, head_dim) -> (B, T, n_embd)"""
+    def merge(self, o, x):
+        """The heads' outputs o (B, H, T, head_dim), x what the queries came from -> (B, T, n_embd)"""
         if self.out_norm is not None:
             o = self.out_norm(o)
-        return self.dropout(self.proj(o.transpose(1, 2).flatten(2)))
+        o = o.transpose(1, 2).flatten(2)
+        if self.gate is not None:
+            o = o * self.act(self.gate(x))
+        return self.dropout(self.proj(o))
 
     def forward(self, x, state=None, t=0, real=None):
-        """x (B, T, n_embd), state, t, real as for its memory -> like x, the new state of its memory"""
-        q, k, v = self.heads(x, t)
-        o, state = self.memory(x, q, k, v, state, t, real)
-        return self.merge(o), state
+        """x (B, T, n_embd), state, t, real as for its memory -> like x, the new state of its memory. With a
+        convolution, `last` in it has the last inputs of that."""
+        state = {**(state or {})}
+        q, k, v = self.heads(x, t, state)
+        o, new = self.memory(x, q, k, v, state, t, real)
+        if self.conv is not None:
+            new['last'] = state['last']
+        return self.merge(o, x), new
 
     def outputs(self, u, q, k, v, real=None):
         """The heads' outputs from a fresh start (B, H, T, head_dim), given the input u (B, T, n_embd) and its
@@ -879,7 +975,7 @@ class Cross(Mixer):
     def forward(self, x, state, t):
         """x (B, T, n_embd), t the position of the first step -> what it finds in the source, like x"""
         q, _, _ = self.heads(x)
-        return self.merge(self.memory.read_all(q, state, t))
+        return self.merge(self.memory.read_all(q, state, t), x)
 
     def outputs(self, u, q, k, v, real=None):
         """As in Mixer, but u, k and v come from the source."""
@@ -1008,7 +1104,7 @@ class GPT(nn.Module):
         self.use(pick_forms())
         for name, p in self.named_parameters():
             std = p.shape[-1] ** -0.5               # a sum over so many inputs keeps their size
-            if name.endswith(('qkv.weight', 'up.weight', 'gates.proj.weight')):
+            if name.endswith(('qkv.weight', 'up.weight', 'gates.proj.weight', 'mixer.gate.weight')):
                 nn.init.normal_(p, std=std)
             elif name.endswith(('mixer.proj.weight', 'cross.proj.weight', 'down.weight')):
                 # and so does the sum over the layers: GPT-2, sec. 2.3

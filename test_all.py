@@ -1376,7 +1376,7 @@ def test_through_tells_what_forward_computes(flags):
         block = m.get_submodule(seen.layer)
         u = block.convolve(0, block.norm1(seen.x), {}, seen.encoder_real)
         near(seen.u, u)
-        found = seen.mixer.merge(seen.outputs(seen.mixer))
+        found = seen.mixer.merge(seen.outputs(seen.mixer), seen.u)
         near(found, seen.mixer(u, real=seen.encoder_real)[0])
         last = block(seen.x, real=seen.encoder_real)[0]
     near(m.norm(last), m.hidden(tokens)[0])
@@ -1474,7 +1474,7 @@ def test_cross_attention_is_all_of_the_source_and_then_a_query(rule):
         written = cross.memory.writes(x, k, v)
         _, S = recurrent(written['k'], **written)
         expected = cross.memory.reads(q) @ S.mT
-    near(cross(u, cross.write(x), 7), cross.merge(expected))
+    near(cross(u, cross.write(x), 7), cross.merge(expected, u))
     if not RULES[rule].z and RULES[rule].write != 'channel':    # channels of v apart have weights each
         near(cross.outputs(x, q, k, torch.eye(6).to(q).expand(1, 4, 6, 6)) @ v, expected)
 
@@ -1823,6 +1823,7 @@ def a_tokenizer_json(kind, folder):
 
 @pytest.mark.parametrize('what, kind', [
     (a_config_json, 'gpt2'), (a_config_json, 'llama'), (a_config_json, 'bert'), (a_config_json, 'vit'),
+    (a_config_json, 'qwen2'), (a_config_json, 'qwen3_5_text'),
     (a_tokenizer_json, 'llama2'), (a_tokenizer_json, 'llama3')])
 def test_mutations_are_taken_as_they_say_or_refused(what, kind, tmp_path):
     """What a file says, with one entry harmed: no other error comes than those that a script tells in a line.
@@ -3851,7 +3852,7 @@ def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path)
         again, meta_again = load(tmp_path / 'again')
         models.append(again)
     else:
-        with pytest.raises(ValueError, match='GPT-2, Llama and BERT with its pooler alone'):
+        with pytest.raises(ValueError, match='Qwen3.5 and BERT with its pooler alone'):
             write()
     if kind in EMBEDS:
         positions = 'compress' if kind == 'llama' else 'true'       # no gap is long enough
@@ -3877,10 +3878,142 @@ def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path)
     assert raw.get('num_key_value_heads') == (how.get('groups', 1) if kind == 'llama' else None)
     assert meta_again['data'].pad == model.config.pad
 
+@pytest.mark.parametrize('rule', [*model_py.PUBLISHED])
+def test_a_rule_is_trained_as_published(rule, tmp_path, text, capsys):
+    """Step by step it computes the same, and nothing of the paper is left out of the file."""
+    run = f'--out={tmp_path}', f'--data={text}', '--steps=1', *TINY, '--published'
+    assert train.main([f'--layers={rule},softmax', *run]) == 0
+    model = load(tmp_path / 'ckpt.safetensors')[0].double()
+    for field, value in model_py.PUBLISHED[rule].items():
+        assert getattr(model.config, field) == value
+    tokens = torch.randint(256, (2, 13))
+    near(model_in_parts(model, tokens, range(1, 13))[0], model(tokens)[0])
+    mixer = model.blocks[0].mixer
+    assert (mixer.conv is None) == (rule in ('gla', 'retention')) and isinstance(mixer.out_norm, torch.nn.RMSNorm)
+    assert (mixer.gate is None) == (rule == 'delta')
+    assert 'take one of delta' in refused(capsys, train.main, '--rule=sum', *run)
+
+def of_transformers(path, name, config, **sizes):
+    """A layer of transformers with random weights; its gates decay by less than LOG_MIN a step."""
+    hf, module = pytest.importorskip('transformers'), pytest.importorskip(f'transformers.models.{path}')
+    torch.manual_seed(0)
+    layer = getattr(module, name)(getattr(hf, config)(num_hidden_layers=4, **sizes), 0)
+    for part, p in layer.named_parameters():
+        p.data = torch.randn(p.shape) / p.shape[-1] ** .5 - 3 * part.endswith('A_log') + (part[-11:] == 'norm.weight')
+    return layer
+
+@torch.no_grad()
+def test_the_layer_of_olmo_hybrid_is_a_mixer():
+    theirs = of_transformers('olmo_hybrid.modeling_olmo_hybrid', 'OlmoHybridGatedDeltaNet', 'OlmoHybridConfig',
+                             hidden_size=24, num_attention_heads=4, linear_num_key_heads=2, linear_num_value_heads=4)
+    K, V = theirs.head_k_dim, theirs.head_v_dim
+    mixer = model_py.Mixer(Config(
+        rule='gated_delta', n_embd=24, n_head=4, key_heads=2, value_heads=4, key_dim=K, value_dim=V, qkv_conv=4,
+        phi='identity', out_gate='silu', out_eps=1e-5 * K), 'gated_delta')
+    given = {'qkv.weight': torch.cat([getattr(theirs, f'{x}_proj').weight for x in 'qkv']),
+             'conv.weight': theirs.conv1d.weight[:, 0].T, 'gate.weight': theirs.g_proj.weight,
+             'memory.gates.proj.weight': torch.stack([theirs.b_proj.weight, theirs.a_proj.weight], 1).flatten(0, 1),
+             'memory.gates.log_rate': theirs.A_log.view(-1, 1, 1), 'memory.gates.bias_f': theirs.dt_bias.view(-1, 1, 1),
+             'out_norm.weight': theirs.o_norm.weight, 'proj.weight': theirs.o_proj.weight}
+    mixer.load_state_dict(given)
+    x = torch.randn(2, 70, 24)
+    near(mixer(x)[0], theirs(x), 1e-5)
+
+@torch.no_grad()
+def test_the_layer_of_kimi_linear_is_kda():
+    theirs = of_transformers('kimi_linear.modeling_kimi_linear', 'KimiLinearDeltaAttention', 'KimiLinearConfig',
+                             hidden_size=24, linear_head_dim=6, linear_num_heads=4)
+    x = torch.randn(2, 70, 24)
+    conv = model_py.Conv(72, 4)
+    conv.weight = torch.nn.Parameter(theirs.conv1d.weight[:, 0].T)
+    y = F.silu(conv(torch.cat([theirs.q_proj(x), theirs.k_proj(x), theirs.v_proj(x)], -1))[0])
+    q, k, v = (model_py.by_head(part, 6) for part in y.chunk(3, -1))
+    beta = theirs.b_proj(x).sigmoid().mT
+    o, _ = recurrent(l2(q) / 6 ** .5, l2(k), v, beta, beta, theirs.forget_gate(x).transpose(1, 2))
+    o = F.rms_norm(o.transpose(1, 2), (6,), theirs.o_norm.weight, theirs.o_norm.variance_epsilon)
+    gate = theirs.g_b_proj(theirs.g_a_proj(x)).sigmoid()
+    near(theirs.o_proj(o.flatten(2) * gate), theirs(x), 1e-5)
+
+@torch.no_grad()
+def test_the_layer_of_minimax_is_retention():
+    theirs = of_transformers('minimax.modeling_minimax', 'MiniMaxLightningAttention', 'MiniMaxConfig',
+                             hidden_size=24, num_attention_heads=4, head_dim=6, block_size=32)
+    x = torch.randn(2, 70, 24)
+    q, k, v = F.silu(theirs.qkv_proj(x)).view(2, 70, 4, 18).transpose(1, 2).chunk(3, -1)
+    o, _ = recurrent(q, k, v, log_f=-theirs.slope_rate.expand(2, -1, 70, 1))
+    o = theirs.norm(o.transpose(1, 2).flatten(2)) * theirs.output_gate(x).sigmoid()
+    near(theirs.out_proj(o), theirs(x, None, None)[0], 1e-5)
+
+LLAMAS = 'llama', 'mistral', 'qwen2', 'qwen3', 'qwen3_5_text'
+
+@pytest.mark.parametrize('kind', LLAMAS)
+def test_models_that_people_run_are_read_tuned_and_written(kind, tmp_path, capsys, text):
+    """Of odd sizes: a whole text, pieces, step by step, with bounded rows, and greedy text are theirs; so are
+    the logits of what train.py makes of it and convert.py writes. Parts of the whole Qwen3.5 are skipped."""
+    hf = pytest.importorskip('transformers')
+    data = a_talker(tmp_path / 'a', family=kind, groups=2, tied=False, dtype=torch.bfloat16)
+    tokens = torch.randint(data.vocab_size, (2, 75))
+
+    def theirs(folder):
+        return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def logits(folder):
+        with torch.no_grad():
+            return theirs(folder)(tokens).logits
+
+    wanted, model = logits(tmp_path / 'a'), load(tmp_path / 'a')[0]
+    models = [model]
+    if 'window' not in model.config.rules:
+        models.append(load(tmp_path / 'a', rule='h2o', cache=75)[0])
+    if kind == 'qwen3_5_text':
+        folder = shutil.copytree(tmp_path / 'a', tmp_path / 'whole')
+        raw = json.loads((folder / 'config.json').read_text())
+        put(folder, 'config.json', json.dumps(dict(model_type='qwen3_5', text_config=raw, vision_config={})))
+        tensors = load_file(folder / 'model.safetensors')
+        tensors = {name.replace('model.', 'model.language_model.'): x for name, x in tensors.items()}
+        more = {'model.visual.blocks.0.a': torch.ones(2), 'mtp.norm.weight': torch.ones(2)}
+        save_file(tensors | more, folder / 'model.safetensors')
+        capsys.readouterr()
+        models.append(load(folder)[0])
+        assert '2 tensors not used: model.visual.* (1), mtp.* (1)' in capsys.readouterr().err
+    with torch.no_grad():
+        for found in models:
+            for cuts in [], [1, 31, 32], range(1, 75):
+                near(model_in_parts(found, tokens, cuts)[0], wanted, 1e-4 * wanted.std() / wanted.abs().max())
+    row = vocabulary.with_bos(vocabulary.encode('the quick', data), data)
+    says = theirs(tmp_path / 'a').generate(torch.tensor([row]), do_sample=False, max_new_tokens=5, eos_token_id=None)
+    greedy = f'--init={tmp_path}/a', '--prompt=the quick', '--tokens=5', '--temperature=0'
+    assert vocabulary.decode(says[0, len(row):].tolist(), data) in written(capsys, *greedy)[0]
+    written(capsys, *greedy, '--rule=h2o', '--cache=4', f'--html={tmp_path}/page.html')
+    run = f'--init={tmp_path}/a', f'--data={text}', '--steps=1', '--block_size=16', f'--out={tmp_path}/o', '--device=cpu'
+    assert train.main([*run]) == 0
+    assert convert.main([f'--from={tmp_path}/o/ckpt.safetensors', f'--export={tmp_path}/b']) == 0
+    tuned = load(tmp_path / 'o' / 'ckpt.safetensors')[0]
+    near(tuned(tokens)[0], logits(tmp_path / 'b'), 1e-4)
+    assert (tuned(tokens)[0] - wanted).abs().max() > 1e-3
+
+def test_a_qwen3_becomes_an_rnn(tmp_path, text):
+    """Its norms of q and k go along, into caches and into matrices."""
+    a_talker(tmp_path / 'a', family='qwen3', groups=2)
+    for recipe in '--recipe=hybrid', '--recipe=pure':
+        found = converted(tmp_path / 'a', tmp_path / 'o', f'--data={text}', '--row=100', '--steps=2', recipe, '--controls=false')
+        assert found['table'] and load(tmp_path / 'o' / 'ckpt.safetensors')[0].blocks[1].mixer.q_norm is not None
+
 DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; what it is now; what is said
     ('llama', 'rope_scaling', dict(rope_type='yarn'), 'rope of type yarn'),
     ('llama', 'rope_scaling', dict(LLAMA31, high_freq_factor=.001), 'low below high'),
     ('llama', 'num_key_value_heads', 3, 'n_kv_head=3 does not divide'),
+    ('qwen3', 'num_experts', 8, 'num_experts 8: a mixture of experts'),
+    ('qwen3', 'head_dim', 7, 'rope turns pairs'),
+    ('qwen3', 'layer_types', ['sliding_attention'] * 2, 'sliding_window is not switched on'),
+    ('qwen2', 'layer_types', ['full_attention'], 'layer_types: 1 of full_attention, expected 2 of'),
+    ('mistral', 'layer_types', ['full_attention'] * 2, 'expected None'),
+    ('llama', 'partial_rotary_factor', .5, 'partial_rotary_factor 0.5, expected 1'),
+    ('qwen3_5_text', 'layer_types', None, 'layer_types: 0 of'),
+    ('qwen3_5_text', 'linear_num_key_heads', 3, 'key_heads=3 does not divide'),
+    ('qwen3_5_text', 'model_type', 'qwen3_5_vision', 'model_type qwen3_5_vision'),
+    ('qwen3_5_text', 'model.layers.0.linear_attn.in_proj_a.weight', None, 'in_proj_a.weight is missing'),
+    ('qwen3_5_text', 'model.layers.1.self_attn.q_proj.weight', (64, 16), 'shape (64, 16), expected (128, 16)'),
     ('bert', 'id2label', 'rain', 'not as the hub has it'),
     ('llama', 'model_type', 'mamba', 'model_type mamba'),
     ('gpt2', 'scale_attn_weights', False, 'attn_weights False'),
@@ -3979,11 +4112,11 @@ FRAME = """{% for m in messages %}
 {% endfor %}
 {% if add_generation_prompt %}<s>assistant:{% endif %}"""
 
-def a_talker(folder, template=FRAME, kind='llama3', **more):
-    """A small Llama with a chat template; what is known of its tokens"""
+def a_talker(folder, template=FRAME, kind='llama3', family='llama', **more):
+    """A small Llama or another with a chat template; what is known of its tokens"""
     data = subwords(kind)
     torch.manual_seed(1)
-    in_hub_layout(folder, 'llama', vocab=data.vocab_size, **more)
+    in_hub_layout(folder, family, vocab=data.vocab_size, **more)
     put(folder, 'tokenizer.json', data.json)
     put(folder, 'tokenizer_config.json', json.dumps(dict(eos_token=dict(content='</s>'), bos_token='<s>')))
     put(folder, 'chat_template.jinja', template)
@@ -4908,11 +5041,17 @@ def test_every_exercise_has_an_answer():
 SIZES = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=4, intermediate_size=12)
 LAYOUTS = dict(     # names in transformers, sizes
     gpt2=('GPT2', 'LMHeadModel', dict(n_layer=2, n_head=4, n_embd=16, n_inner=12, vocab_size=30, n_positions=16)),
-    llama=('Llama', 'ForCausalLM', dict(SIZES, max_position_embeddings=16, rms_norm_eps=1e-5)),
+    llama=('Llama', 'ForCausalLM', dict(SIZES, head_dim=6, max_position_embeddings=16, rms_norm_eps=1e-5)),
+    mistral=('Mistral', 'ForCausalLM', dict(SIZES, head_dim=6, sliding_window=7)),
+    qwen2=('Qwen2', 'ForCausalLM', dict(SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1)),
+    qwen3=('Qwen3', 'ForCausalLM', dict(SIZES, head_dim=6)),
+    qwen3_5_text=('Qwen3_5', 'ForCausalLM', dict(
+        SIZES, head_dim=16, layer_types=['linear_attention', 'full_attention'], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=10)),
     bert=('Bert', 'ForSequenceClassification', dict(SIZES, vocab_size=300, max_position_embeddings=16,
                                                     pad_token_id=3)),
     vit=('ViT', 'ForImageClassification', dict(SIZES, image_size=8, patch_size=4)))
-EMBEDS = 'gpt2', 'llama'
+EMBEDS = 'gpt2', *LLAMAS
 
 def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, dtype=torch.float32, tied=True, vocab=30,
                   groups=1, classes=3, **more):
@@ -4923,13 +5062,14 @@ def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, dtype=torch.fl
     name, head, sizes = LAYOUTS[kind]
     rope = {key: copy.copy(value) for key, value in more.items() if key.startswith('rope')}
     given = sizes | ({} if 'yarn' in str(rope) else rope)
-    if kind == 'llama':
+    if kind in LLAMAS:
         given.update(vocab_size=vocab, num_key_value_heads=groups)
     given.update(dict(tie_word_embeddings=tied) if kind in EMBEDS else dict(num_labels=classes))
-    config = getattr(hf, f'{name}Config')(**given)
+    config = getattr(hf, f'{name}TextConfig' if kind == 'qwen3_5_text' else f'{name}Config')(**given)
     model = getattr(hf, name + (head if classes or kind in EMBEDS else 'Model'))(config).eval()
-    for p in model.parameters():
-        p.data = (torch.randn(p.shape) / p.shape[-1] ** .5).to(dtype).float()
+    for part, p in model.named_parameters():
+        slow = 2 * part.endswith('A_log')               # no log-decay is below LOG_MIN, where ours end
+        p.data = (torch.randn(p.shape) / p.shape[-1] ** .5 - slow).to(dtype).float()
     kept = {'h.0.attn.bias': torch.ones(1, 1, 16, 16)} if kind == 'gpt2' else {}    # a mask, in older files
     model.save_pretrained(folder)
     for key, x in load_file(folder / 'model.safetensors').items():

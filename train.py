@@ -46,7 +46,8 @@ from common.weights import map_state, pack, refuse_target, unpack
 from data import prepare, vocabulary
 from data.kinds import TRAVELS, Data
 from fastweight import Favor
-from model import GPT, OF_DATA, Config, cannot_train, fill, idle, load, pick_forms, save, wide
+from model import (GPT, OF_DATA, Config, as_published, cannot_train, fill, idle, load, pick_forms, save,
+                   wide)
 
 WARMUP = 0.05       # share of the steps; after the warm-up, a cosine to 0
 PART = 65536        # evaluations during training read this many tokens of a validation text,
@@ -100,6 +101,8 @@ class Args:
     impl: str = flag('auto', 'form of the recurrence; loop: the definition, fastweight.recurrent',
                      ['auto', 'loop', 'chunk', 'fused'])
     compile: bool = flag(False, 'use torch.compile')
+    published: bool = flag(False, 'a new model with the convolutions, gates and norms of its rule\'s paper '
+                                  '(delta, gated_delta, kda, gla, mamba2, retention)', later=True)
     row: int = known(0, 0, 2 ** 24)         # tokens in a training row; a model may know more positions
 
 
@@ -439,6 +442,8 @@ def settings(argv):
     --resume; without one they are {}, {}."""
     given, given_model = parse(argv, __doc__, Args, Config, first=OFTEN)
     args = Args(**given)
+    if args.published and args.init:
+        raise ValueError('--published is for a new model: leave it out with --init')
     if args.init and args.resume:
         raise ValueError('--init starts a run, --resume goes on with one: give one of them')
     if args.resume:
@@ -447,6 +452,8 @@ def settings(argv):
         return pretrained(args, given, given_model)
     config = Config(**given_model)
     refuse(idle(given_model, config))
+    if args.published:
+        config = Config(**as_published(given_model))
     args.row = config.block_size
     return args, config, {}, {}
 

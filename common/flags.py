@@ -21,17 +21,19 @@ import re
 from functools import partial
 
 
-def flag(default, help, choices=None, low=-math.inf, high=math.inf, of=(), path=False):
+def flag(default, help, choices=None, low=-math.inf, high=math.inf, of=(), path=False, later=False):
     """A dataclass field that is also a command line flag, see `parse`; without a help it is none. low and
     high are the smallest and the largest number allowed. of: the rules that use it, if not all do; the layers
-    of these rules are built with it (model.Mixer). path: ~ stands for the home folder"""
-    metadata = {'help': help, 'choices': choices, 'range': (low, high), 'of': of, 'path': path}
+    of these rules are built with it (model.Mixer). path: ~ stands for the home folder. later: files of ours
+    from before it was there lack it, and mean the default"""
+    metadata = {'help': help, 'choices': choices, 'range': (low, high), 'of': of, 'path': path,
+                'later': later}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def known(default, low=-math.inf, high=math.inf, of=()):
+def known(default, low=-math.inf, high=math.inf, of=(), later=False):
     """A field with a range that is no flag: its value comes from the data or a file, see `typed`."""
-    return flag(default, '', None, low, high, of)
+    return flag(default, '', None, low, high, of, later=later)
 
 
 def subset(cls, *names, **own):
@@ -102,7 +104,9 @@ def fits(field, value):
 def typed(cls, raw, where):
     """Make a dataclass from a dict that was read from a file of ours. ValueError, beginning with `where`, if
     it is of a version with other fields, or if its values do not fit."""
-    others = raw.keys() ^ {field.name for field in dataclasses.fields(cls)}
+    fields = dataclasses.fields(cls)
+    raw = {**{field.name: field.default for field in fields if field.metadata.get('later')}, **raw}
+    others = raw.keys() ^ {field.name for field in fields}
     if others:
         raise ValueError(f'{where}: {", ".join(sorted(others))} is unknown, or is missing')
     try:

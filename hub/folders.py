@@ -21,13 +21,15 @@ from common.errors import note
 from common.flags import plural
 from common.weights import mapped_tensors, of_other_files, one_tensor, write_safetensors
 from data.kinds import Data
-from hub.families import (FAMILIES, QUANTISED, TYPES, family_of, kind_and_config, names, parts, published)
+from hub.families import (FAMILIES, QUANTISED, TYPES, family_of, kind_and_config, names, parts, published,
+                          width_of_head)
 from hub.texts import TEXT_FILES, TOKENIZER, WORDS, add_texts, as_object, as_the_hub, parsed, tokenizer_of
 
 CONFIG = 'config.json'
 # What an export does not take over of config.json: the type of the numbers, and what `published` writes under
 # another name
-OF_WEIGHTS = 'dtype', 'torch_dtype', 'rope_parameters', 'rope_scaling', 'id2label', 'label2id', 'num_labels'
+OF_WEIGHTS = ('dtype', 'torch_dtype', 'rope_parameters', 'rope_scaling', 'id2label', 'label2id', 'num_labels',
+              'text_config', 'vision_config')
 
 # ---- folders in the hub's layout ---------------------------------------------------------------------------
 
@@ -76,11 +78,17 @@ class Folder:
 
     def tensors(self, like):
         """All tensors in our names, in fp32. like: the state_dict of a softmax model"""
+        table = names(self.kind, self.config, like)
+        for name, theirs in table.items():
+            for part in parts(theirs, like[name], self.config):
+                self.place(part)                            # before any is read, which may take minutes
         ours = {}
-        for name, theirs in names(self.kind, self.config, like).items():
+        for name, theirs in table.items():
             ours[name] = torch.empty(like[name].shape)
-            for part, view in parts(theirs, ours[name], self.config['n_embd']).items():
+            for part, view in parts(theirs, ours[name], self.config).items():
                 view.copy_(self.tensor(part, *view.shape))
+            if theirs.endswith('+1'):
+                ours[name] += 1
         if self.kind == 'bert':
             ours['positions.weight'] += self.tensor(TYPES, None, self.config['n_embd'])[:1]
         if self.kind == 'vit':                              # its pixels: x / 127.5 - 1; ours: x / 255
@@ -88,32 +96,41 @@ class Folder:
             ours['embed.weight'] *= 2
         unused = [name for uniform, (_, name) in self.stored.items() if uniform not in self.used]
         if unused:
-            kinds = collections.Counter(re.sub(r'\d+', 'N', name) for name in unused)
+            kinds = collections.Counter(re.sub(r'\d+', 'N', re.sub(r'\b(visual|mtp)\..*', r'\1.*', name))
+                                        for name in unused)
             names_of_kinds = ', '.join(f'{name} ({n})' for name, n in sorted(kinds.items()))
             note(f'{self.source}: {plural(len(unused), "tensor")} not used: {names_of_kinds}')
         return ours
 
-    def tensor(self, name, rows, *columns):
-        """One tensor of this shape. rows None: of any number of rows"""
-        if uniform_name(name) not in self.stored:
+    def place(self, name):
+        """Where the tensor of this name is -> a file, its name there"""
+        uniform = uniform_name(whole_name(name))
+        if uniform not in self.stored:
             there = sorted({os.path.basename(file) for file, _ in self.stored.values()})
-            raise ValueError(f'{self.source}: tensor {name} is missing in {", ".join(there)}')
-        self.used.add(uniform_name(name))
-        file, stored = self.stored[uniform_name(name)]
+            raise ValueError(f'{self.source}: tensor {whole_name(name)} is missing in {", ".join(there)}')
+        self.used.add(uniform)
+        return self.stored[uniform]
+
+    def tensor(self, name, rows, *columns):
+        """One tensor of this shape, or half of one, see `whole_name`. rows None: of any number of rows"""
+        file, stored = self.place(name)
         x = one_tensor(file, stored)
         if not x.is_floating_point() or x.element_size() == 1:
             raise ValueError(f'{self.source}: {stored} is {x.dtype}: {QUANTISED}')
-        if x.dim() == 3:                    # a ViT's positions have a batch axis of 1
+        if x.dim() == 3 and len(columns) < 2:       # a ViT's positions have a batch axis of 1
             x = x.squeeze(0)
         if x.dim() == 4:                    # its convolution reads one patch at a time
             x = x.flatten(1)
         if rows is None:
             rows = max(1, len(torch.atleast_1d(x)))
-        shape = rows, *columns
+        half = name != whole_name(name)
+        shape = rows * (1 + half), *columns
         if x.shape != shape:
             raise ValueError(f'{self.source}: {stored} has shape {tuple(x.shape)}, expected {shape}')
         if not x.isfinite().all():
             raise ValueError(f'{self.source}: {stored} is not finite: the weights are broken')
+        if half:
+            return half_of(x, name, self.config).flatten(0, 1)
         return x
 
 
@@ -129,6 +146,16 @@ def stored_in(folder):
                 raise ValueError(f'{file}: {name} is also in {other}; keep that of the model alone')
             stored[uniform] = file, name
     return stored
+
+
+def whole_name(part):
+    """The name of a tensor. part: maybe with .even or .odd at its end, which stands for half of its heads"""
+    return part.removesuffix('.even').removesuffix('.odd')
+
+
+def half_of(x, part, config):
+    """A view of the heads of x that the name of a part stands for, (heads, channels, columns)"""
+    return x.unflatten(0, (-1, 2, width_of_head(config)))[:, int(part.endswith('.odd'))]
 
 
 def labels_of(named, classes):
@@ -159,7 +186,7 @@ def files_of_weights(folder):
 def uniform_name(name):
     """The uniform name of a tensor. Some files leave out the first word; torch.compile and DataParallel put
     their own in front. Older ones, as bert-base-uncased, call a LayerNorm's weight gamma, its bias beta."""
-    name = re.sub(r'^((_orig_mod|module)\.)*((transformer|model|bert|vit)\.)?', '', name)
+    name = re.sub(r'^((_orig_mod|module)\.)*((transformer|model|bert|vit)\.)?(language_model\.)?', '', name)
     name = re.sub(r'LayerNorm\.gamma$', 'LayerNorm.weight', name)
     return re.sub(r'LayerNorm\.beta$', 'LayerNorm.bias', name)
 
@@ -190,17 +217,18 @@ def refuse_pixels(raw):
 def to_folder(folder, tensors, config, data):
     """Write tensors in our names as model.safetensors and config.json in the hub's layout, and beside them
     what data has of the folder that the model came from: its texts, its other entries of config.json.
-    ValueError for other models than GPT-2, Llama and BERT with softmax in every layer. New files are made
-    aside. The old config.json is removed first and the new one moved in last, so that two models are never
-    mixed."""
-    kind = family_of(config)
-    if kind is None:
-        raise ValueError('the hub has room for GPT-2, Llama and BERT with its pooler alone: softmax in every '
-                         'layer, no convolutions; sample.py and model.load read others')
+    ValueError for models of no family that we can write. New files are made aside. The old config.json is
+    removed first and the new one moved in last, so that two models are never mixed."""
     texts = dict(data.files or {})
+    given = as_object(texts, CONFIG)
+    kind = family_of(config, given.get('model_type'))
+    if kind is None:
+        raise ValueError('the hub has room for GPT-2, Llama, Mistral, Qwen2, Qwen3, Qwen3.5 and BERT with its '
+                         'pooler alone: no convolutions before a layer, softmax in every layer but those of '
+                         'Qwen3.5; sample.py and model.load read others')
     if data.json and not {TOKENIZER, WORDS} & texts.keys():
         texts[TOKENIZER] = data.json
-    raw = {key: x for key, x in as_object(texts, CONFIG).items() if key not in OF_WEIGHTS}
+    raw = {key: x for key, x in given.items() if key not in OF_WEIGHTS}
     raw.update(published(kind, config))
     if data.ends:
         raw.setdefault('eos_token_id', data.ends if len(data.ends) > 1 else data.ends[0])
@@ -210,7 +238,15 @@ def to_folder(folder, tensors, config, data):
         raw['label2id'] = {name: i for i, name in enumerate(labels)}
     theirs = {}
     for name, as_theirs in names(kind, config, tensors).items():
-        theirs.update(parts(as_theirs, tensors[name], config['n_embd']))
+        x = tensors[name]
+        if as_theirs.endswith('+1'):
+            x = x - 1
+        for part, view in parts(as_theirs, x, config).items():
+            if part == whole_name(part):
+                theirs[part] = view
+                continue
+            both = theirs.setdefault(whole_name(part), x.new_empty(2 * len(view), x.shape[1]))
+            half_of(both, part, config).copy_(view.unflatten(0, (-1, width_of_head(config))))
     if kind == 'bert':
         raw['type_vocab_size'] = 2
         theirs[TYPES] = torch.zeros(2, config['n_embd'])
