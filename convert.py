@@ -76,7 +76,8 @@ RECIPES = {
 # For a large teacher, which knows a lot, learns from little and would be destroyed by larger rates
 LARGE_RECIPES = RECIPES | {
     'pure': '--rule=gla-beta --gate_rank=16 --distil=mse --faster=20 --distil_steps=80 --steps=408 --lr=1e-4',
-    'hybrid': '--rule=sink --cache=189 --overflow=gated:slots:64 --positions=compress --distil=mse --faster=20',
+    'hybrid': '--rule=sink --cache=189 --overflow=gated:slots:64 --positions=compress --distil=mse '
+              '--faster=20',
     'cache': '--rule=sink --cache=253 --positions=compress --steps=488'}        # heads of 64
 LARGE = '--batch_size=1 --distil_steps=8 --steps=480 --eval_rows=16'        # defaults with all of these
 ATTENTIONS = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
@@ -114,7 +115,7 @@ class Args:
     distil_lr: float = flag(1e-2, 'peak learning rate of stage 1', low=0, high=100)
     steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0, high=10 ** 9)
     lr: float = flag(None, f'peak learning rate of stage 2; default: {SWAP_LR:g} / width; of a large model, '
-                     f'or where tokens are cached, {PRETRAINED_LR:g} / width; with --lora ten times that', low=0,
+                     f'or of a cache, {PRETRAINED_LR:g} / width; with --lora ten times that', low=0,
                      high=100)
     faster: float = flag(1.0, 'stage 2: a factor on the learning rate of new parameters; where --lora has '
                               'ten times the rate, a recipe\'s is divided by ten', low=0, high=1000)
@@ -517,8 +518,8 @@ def fold(model):
 
 
 def logits_along(model, x, y, what, dtype):
-    """Read rows x (B, T), each from an empty state, in pieces, so that memory hardly grows with B and T. Yield
-    the piece as an index, its logits (n, vocab), its targets of y (n,)"""
+    """Read rows x (B, T), each from an empty state, in pieces, so that memory hardly grows with B and T.
+    Yield the piece as an index, its logits (n, vocab), its targets of y (n,)"""
     B, T = x.shape
     tokens = tokens_at_once(model.config.vocab_size, x.device)
     segment = max(1, min(T, 512, tokens))
@@ -1010,8 +1011,8 @@ def in_one_text(run, name, teacher, student):
 
 
 def models_beside(paths, of, data, device):
-    """Yield path and model of each of --beside. ValueError if its tokens are not those of `data`, the tokens of
-    the model in `of`."""
+    """Yield path and model of each of --beside. ValueError if its tokens are not those of `data`, the tokens
+    of the model in `of`."""
     for source in filter(None, paths.split(',')):
         model, meta = load(source, device)
         if not data.has_tokens_of(meta['data']):

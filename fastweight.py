@@ -222,7 +222,7 @@ def finish(o, normalise, floor, dtype):
 # per step, in layers, too (`Gates` in model.py), as in GLM-5.3, Ling, flash-linear-attention's `safe_gate`.
 DECAYING = 16
 
-def by_head(log_f, log_z):
+def head_and_channels(log_f, log_z):
     """Log-decays, or None  ->  log_h (B, H, T, 1), the sum of those that are one per head, at least LOG_0;
     log_f and log_z where they are per channel, at least LOG_MIN. None for what is absent."""
     log_h = None
@@ -261,7 +261,7 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     Letters as above and in kernels.py."""
     dtype = v.dtype
     q, k, v, w, e, log_f, log_z, S = filled(q, k, v, write, erase, log_f, log_z, S, normalise)
-    log_h, log_f, log_z = by_head(log_f, log_z)
+    log_h, log_f, log_z = head_and_channels(log_f, log_z)
     if log_f is not None or log_z is not None:
         chunk = min(chunk, DECAYING)
     rows = [torch.zeros_like(v[..., :1]) if x is None else x for x in (q, k, v, w, e, log_h, log_f, log_z)]
@@ -398,10 +398,10 @@ def newest_half(worth, pos, t, cache):
 # was full, the token of least worth is then evicted; in a tie, the oldest. A policy computes the worth
 # (B, G, tokens) from a, the attention weights of this step; total, the sum of a token's weights since it
 # entered the cache; pos, the tokens' positions; v, their values; t, the position of this step. Heads that
-# share keys decide together: a is the sum of their weights. `of_layer` averages over all heads. `mean` divides
-# total by the token's age in steps, and `mean-v` also multiplies by the length of its value. `random` is a
-# fixed hash, the same on every machine. In the code, `cached` is the cache, a dict of tensors with one entry
-# per cached token. A new policy needs a line here and one in RULES.
+# share keys decide together: a is the sum of their weights. `of_layer` averages over all heads. `mean`
+# divides total by the token's age in steps, and `mean-v` also multiplies by the length of its value. `random`
+# is a fixed hash, the same on every machine. In the code, `cached` is the cache, a dict of tensors with one
+# entry per cached token. A new policy needs a line here and one in RULES.
 POLICIES = {
     'window': lambda a, total, pos, v, t, cache, sinks: pos.float(),
     'sink': lambda a, total, pos, v, t, cache, sinks: pos.float().masked_fill(pos < sinks, math.inf),

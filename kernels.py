@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 
 import fastweight
-from fastweight import (FLOOR, LOG_MIN, NEVER, POLICIES, append, attend_cached, by_head, cached_scores,
-                        compressed, empty_slots, factors, finish, for_heads, full_precision, joined, l2,
-                        pairs, pick, start)
+from fastweight import (FLOOR, LOG_MIN, NEVER, POLICIES, append, attend_cached, cached_scores, compressed,
+                        empty_slots, factors, finish, for_heads, full_precision, head_and_channels, joined,
+                        l2, pairs, pick, start)
 
 triton = None                       # only GPUs need it, to be fast
 tl = types.SimpleNamespace(constexpr=None)
@@ -35,8 +35,8 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # its im
 # ---- CPU: chunks with a hand-written backward --------------------------------------------------------------
 # The four steps of fastweight.chunked, in its letters. A tensor is (BH, n, C, .): B H sequences of n
 # chunks of C steps. f and e scale the channels of keys: f the columns of S. z and w scale those of values: z
-# the rows of S. f_all = f_in f_out is what is left after the whole chunk, z_all likewise. A decay per head (see
-# `pairs`) is not shown: A, L, dA, dL get h_ts, what meets S gets h_in, f_out x gets h_out, f_all gets h_all.
+# the rows of S. f_all = f_in f_out is what is left after the whole chunk, z_all likewise. A decay per head
+# (see `pairs`) is not shown: A, L, dA, dL get h_ts, what meets S gets h_in, f_out x gets h_out, f_all h_all.
 #
 #   y = f_up q     r = f_up e k     x = f_down k        rows; decays count from the chunk's middle
 #   A = tril(y x^T)    L = tril(r x^T, -1)    M = (I + L)^-1
@@ -345,7 +345,7 @@ def on_cpu(q, k, v, w, e, log_f, log_z, S):
     With many features it has twice as many, because a state costs K V numbers per chunk. With few features
     and a rule that erases it has half as many, because the inverse costs C numbers per step. If channels
     decay, it has at most CHUNK, and a channel's log-decay counts as at least LOG_MIN."""
-    log_h, log_f, log_z = by_head(log_f, log_z)
+    log_h, log_f, log_z = head_and_channels(log_f, log_z)
     C = CHUNK
     if k.shape[-1] <= 16 and e is not None:
         C = CHUNK // 2
@@ -441,9 +441,9 @@ def together(q, k, v, cached, t, policy, cache, sinks, spill, turn):
 
 
 def turned_scores(q, cached, begins, sinks, turn):
-    """The scores for window and sink with keys that are turned by shortened positions. Only the gap between the
-    sinks and the window is long. So the window is found by true positions, and the sinks by a position of the
-    query from which this gap is shortened. begins (B, G, T, 1): the first position of each step's window"""
+    """The scores for window and sink with keys that are turned by shortened positions. Only the gap between
+    the sinks and the window is long. So the window is found by true positions, and the sinks by a position of
+    the query from which this gap is shortened. begins (B, G, T, 1): the first position of each window"""
     rope, positions = turn.keywords['rope'], turn.keywords['positions']
     pos = cached['pos']
     own = pos[:, :, -q.shape[2]:]
@@ -929,7 +929,7 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
         S = S - c.mT * S[:, :, -1:]
     if dtype != torch.float32:
         v = v.bfloat16()                    # for fp16, too: it ends at 65,504, and e^80 is larger
-    log_h, log_f, log_z = by_head(log_f, log_z)
+    log_h, log_f, log_z = head_and_channels(log_f, log_z)
     if log_z is None:
         log_z = log_h
     elif log_h is not None:

@@ -679,7 +679,7 @@ class FastWeights(nn.Module):
         """What `take` computes with, one evicted token per step: features of q, features of its key, whether
         there is one (1 or 0), gates; the features' part of the new state"""
         k = went['k']
-        if self.phi.moves:                                      # the same content has one slot at any position
+        if self.phi.moves:                                  # the same content has one slot at any position
             k = went.get('bare', k)
         k = self.phi(wide(k), 'k')
         x = wide(went['v']).transpose(1, 2).flatten(2)          # the channels of all heads, like an input

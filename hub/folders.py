@@ -223,7 +223,7 @@ def to_folder(folder, tensors, config, data):
     given = as_object(texts, CONFIG)
     kind = family_of(config, given.get('model_type'))
     if kind is None:
-        raise ValueError('the hub has room for GPT-2, Llama, Mistral, Qwen2, Qwen3, Qwen3.5 and BERT with its '
+        raise ValueError('the hub has room for GPT-2, Llama, Mistral, Qwen2, Qwen3, Qwen3.5, BERT with its '
                          'pooler alone: no convolutions before a layer, softmax in every layer but those of '
                          'Qwen3.5; sample.py and model.load read others')
     if data.json and not {TOKENIZER, WORDS} & texts.keys():
