@@ -214,7 +214,7 @@ TRACKER = '--n_embd=64 --n_head=16 --conv=0 --batch_size=64 --lr=3e-3'
 
 SUITES = {suite.name: suite for suite in [
     Suite(
-        'mqar', 'multi-query recall by the bytes of the state', over_widths, 'lengths seeds steps only',
+        'mqar', 'multi-query recall by the bytes of the state', over_widths, 'data lengths seeds steps only',
         {'steps': 300, 'lengths': '32,64', 'only': 'softmax,sum,delta'},
         {'steps': 1000, 'lengths': '16,32,64,128'},
         lines=from_nothing({name: f'--rule={name} {"--cache=16" if rule.bounded else ""}'
