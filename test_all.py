@@ -3659,6 +3659,9 @@ def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(gi
     assert train.is_large(teacher)
     teacher.config.classes = 3
     assert convert.by_recipe({}, {}, teacher)[0]['eval_rows'] == 500                # one target a row
+    for pos, positions in ('rope', 'compress'), ('learned', None):                  # only rope can be turned otherwise
+        teacher.config.pos = pos
+        assert convert.by_recipe(dict(recipe='hybrid'), {}, teacher)[1].get('positions') == positions
     given, _ = convert.by_recipe(dict(recipe='hybrid', lora=8), {}, teacher)        # new ones: as without LoRA
     assert (given['lr'], given['faster']) == (pytest.approx(.3 / 16), 2)
 
