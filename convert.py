@@ -28,10 +28,11 @@ What is recovered is the teacher's perplexity over the student's (of a task: the
 teacher's). A recipe is a list of flags (RECIPES). Flags that you give override it. Writes ckpt.safetensors,
 log.jsonl, result.json (the student's figures) and convert.json into --out. convert.json has the tables, also
 by layer and per byte, and the attention weights of one query. Columns: `low`, `high`, a 95 % interval over
-rows; `to 512`, what is recovered among the tokens up to there in a row; `of the tuned`, against the better of
-the two teachers trained on; `order kept`, how often weights rank two keys as q.k does. Caches without a
-matrix stand beside: of the same tokens, and of as many bytes. A student with a limited cache is also run
-under the policies that it was not trained with, and every student in one text of four rows.
+rows; `to 512`, what is recovered among the tokens up to there in a row; `KL`, from the teacher's distribution
+to the model's, in nats; `of the tuned`, against the better of the two teachers trained on; `order kept`, how
+often weights rank two keys as q.k does. Caches without a matrix stand beside: of the same tokens, of as many
+bytes, and those of --beside, which were trained alike. A student with a limited cache is also run under the
+policies that it was not trained with, and every student in one text of four rows.
 """
 import copy
 import dataclasses
