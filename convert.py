@@ -1,7 +1,7 @@
 """Turn a pretrained transformer into an RNN: swap its attention, train, report what was recovered of it.
 
     python convert.py --from=FOLDER --data=my.txt --recipe=hybrid --dtype=bfloat16 --controls=false
-                                            a real model, your text: SmolLM2-135M in 24 minutes, two cores
+                                            a real model, your text
     python convert.py                       one matrix per head (--recipe=pure), from out/ckpt.safetensors,
                                             a model of train.py --rule=softmax --n_head=4
     python convert.py --recipe=hybrid       64 cached tokens, a matrix of slots for all others
@@ -16,7 +16,8 @@ A model of train.py's default size takes six minutes on one core, controls inclu
 
     swap         Make a student: the teacher's weights, but other rules in place of softmax. Feature maps and
                  gates are new parameters. The teacher's attention on 4,096 tokens says how some begin: slots
-                 as clusters of its keys, gates so that a head remembers as far as its teacher sees.
+                 as clusters of its keys, gates so that a head remembers as far as its teacher sees (beside a
+                 cache: a row).
     distil       Stage 1 trains the new parameters, or whole mixers (attention layers). Each layer learns to
                  imitate the teacher's layer on the teacher's inputs.
     fine-tune    Stage 2 trains all weights (or LoRA's) to predict what the teacher predicts, or the text.
@@ -608,11 +609,13 @@ def caches(teacher, student, T):
     size = max((bytes for bytes, swapped in zip(kept, new) if swapped), default=0) // a_token
     whole = ', nearly the whole row' if size > 0.9 * T else ''          # then they say little
     if c.overflow and c.cache:
-        yield f'{c.cache} cached, no matrix', cached_by(teacher, c.rules, cache=c.cache, sinks=c.sinks)
+        yield f'{c.cache} cached, no matrix', cached_by(teacher, c.rules, cache=c.cache, sinks=c.sinks,
+                                                        positions=c.positions)
     for policy in COMPARED if size > 0 else ():
         rules = [policy if swapped else rule for rule, swapped in zip(c.rules, new)]
         if (size, rules) != (c.cache, c.rules):
-            model = cached_by(teacher, rules, cache=size, sinks=min(4, size - 1))
+            positions = c.positions if policy == 'sink' else 'true'     # others would be read step by step
+            model = cached_by(teacher, rules, cache=size, sinks=min(4, size - 1), positions=positions)
             yield f'{size} cached by {policy}: as many bytes{whole}', model
 
 
@@ -699,11 +702,14 @@ class Conversion:
             row = {'perplexity': math.exp(min(loss, 80)), **right}
             return {**row, 'recovered': share(row, self.table[0] if self.table else row)}
         was_training = model.training
-        self.teacher = self.teacher or model
-        nats, kl = nats_and_kl(self.teacher, model.eval(), self.x, self.y, label, self.data.dtype)
+        model.eval()
+        if self.teacher is None:
+            self.teacher = model
+            self.teacher_nats = nats = nats_along(model, self.x, self.y, label, self.data.dtype)
+            kl = torch.zeros_like(nats)
+        else:
+            nats, kl = nats_and_kl(self.teacher, model, self.x, self.y, label, self.data.dtype)
         model.train(was_training)
-        if self.teacher_nats is None:
-            self.teacher_nats = nats
         self.judged = nats.mean(1)
         mean = nats.mean().item()
         return {'perplexity': math.exp(min(mean, 80)), 'bits per byte': self.part.bits_a_nat() * mean,
@@ -846,7 +852,9 @@ def by_recipe(given, changes, teacher):
     if not teacher.config.turns():                          # learned positions stay where they are
         kind.pop('positions', None)
     changes = {**kind, **changes}
-    near = large or RULES[rule].bounded                     # what begins near its teacher may not leave it
+    rules = (changes.get('layers') or changes['rule']).split(',')
+    bounded = any(RULES[name.strip()].bounded for name in rules if name.strip() in RULES)
+    near = large or bounded                                 # what begins near its teacher may not leave it
     lr = (PRETRAINED_LR if near else SWAP_LR) / teacher.config.n_embd
     flags = {'lr': lr, 'faster': Args.faster, **way, **own}
     if teacher.config.classes:
@@ -937,9 +945,9 @@ def untrained_student(args, changes, teacher, data):
     student, new = swap(teacher, changes, places)
     config = student.config
     refuse(cannot_train(config))
-    if config.overflow and config.cache >= data.T:
-        raise ValueError(f'--overflow={config.overflow}: rows of {data.T} tokens never leave the '
-                         f'{config.cache} that are kept; take a smaller --cache, or a longer --row')
+    if any(RULES[rule].bounded for rule in config.rules) and config.cache >= data.T:
+        raise ValueError(f'--cache={config.cache}: rows of {data.T} tokens never leave the cache, so nothing '
+                         'would be learned; take a smaller --cache, or a longer --row')
     refuse(idle({**changes, 'layers': ''}, config))         # --layers and --rule may both be given here
     if new and is_large(teacher):                           # then it takes a minute
         say(f'new parameters begin by how the teacher looks at {x.numel():,} tokens')
@@ -1030,7 +1038,7 @@ def over_the_best(run, name, others):
         return None
     best = min(others, key=lambda other: run.by_row[other].mean())
     over = recovered((run.by_row[name] - run.by_row[best])[:, None], run.part)
-    say(f'row by row, perplexity over that of the best cache, {best}: {over["recovered"]:.3f} '
+    say(f'row by row, perplexity over that of the best of the others, {best}: {over["recovered"]:.3f} '
         f'({over["low"]:.3f} to {over["high"]:.3f})')
     return best, over['recovered'], over['low'], over['high']
 
@@ -1058,6 +1066,7 @@ def main(argv):
         given, changes = by_recipe(given, changes, teacher)
         args = Args(**given)
     refuse(cannot_teach(args, teacher.config))
+    beside = list(models_beside(args.beside, args.from_, meta['data'], device))
     data, name = rows_of(args, meta, device)
     torch.manual_seed(args.seed)
     student, new = untrained_student(args, changes, teacher, data)
@@ -1075,7 +1084,6 @@ def main(argv):
     tell_start(args, name, data, teacher, student, new)
     distilled = args.distil_steps if kind != 'none' else 0  # batches of stage 1
     run.add_line('teacher', teacher)
-    beside = list(models_beside(args.beside, args.from_, meta['data'], device))
     for cached, model in caches(teacher, student, data.T):
         run.add_line(cached, model)
     for source, model in beside:
@@ -1109,7 +1117,7 @@ def main(argv):
     files.write_json(f'{args.out}/convert.json', {
         'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
         'table': run.table, 'layers': layers, 'query': query, 'in one text': one_text,
-        'over the best cache': over_best})
+        'over the best other': over_best})
     print(f'{args.out}/convert.json has these tables; {next_command(args.out, meta["data"])}')
     forget(stages(args.out))
 
