@@ -31,9 +31,9 @@ log.jsonl, result.json (the student's figures) and convert.json into --out. conv
 by layer and per byte, and the attention weights of one query. Columns: `low`, `high`, a 95 % interval over
 rows; `to 512`, what is recovered among the tokens up to there in a row; `KL`, from the teacher's distribution
 to the model's, in nats; `of the tuned`, against the better of the two teachers trained on; `order kept`, how
-often weights rank two keys as q.k does. Caches without a matrix stand beside: of the same tokens, of as many
-bytes, and those of --beside, which were trained alike. A student with a limited cache is also run under the
-policies that it was not trained with, and every student in one text of four rows.
+often weights rank two keys as q.k does. Beside stand caches without a matrix, of the same tokens and of as
+many bytes, and the models of --beside. A student with a limited cache is also run under the policies that it
+was not trained with, and every student in one text of four rows.
 """
 import copy
 import dataclasses
@@ -51,7 +51,7 @@ from torch import nn
 
 from common import files
 from common.errors import script
-from common.flags import briefly, flag, parse, plural, refuse, subset, typed
+from common.flags import briefly, by_layer, flag, parse, plural, refuse, subset, typed
 from common.machine import commit, pick_device
 from common.terminal import progress, table
 from common.watch import compared, has_weights, through
@@ -852,8 +852,8 @@ def by_recipe(given, changes, teacher):
     if not teacher.config.turns():                          # learned positions stay where they are
         kind.pop('positions', None)
     changes = {**kind, **changes}
-    rules = (changes.get('layers') or changes['rule']).split(',')
-    bounded = any(RULES[name.strip()].bounded for name in rules if name.strip() in RULES)
+    rules = by_layer(changes.get('layers'), changes['rule'], teacher.config.n_layer)
+    bounded = any(RULES[name].bounded for name in rules if name in RULES)
     near = large or bounded                                 # what begins near its teacher may not leave it
     lr = (PRETRAINED_LR if near else SWAP_LR) / teacher.config.n_embd
     flags = {'lr': lr, 'faster': Args.faster, **way, **own}

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 import fastweight
 from common.errors import of_package
-from common.flags import briefly, expected, fits, flag, known, refuse, subset, typed
+from common.flags import briefly, by_layer, expected, fits, flag, known, refuse, subset, typed
 from common.weights import map_state, one_tensor, read_meta, read_tensors, write_tensors
 from data import vocabulary
 from data.kinds import Data
@@ -136,11 +136,10 @@ class Config:
                 raise ValueError(f'--{field.name}={value}: {expected(field)}')
         if self.pos == 'auto' and (self.encoder or not self.causal):
             self.pos = 'learned'                    # an encoder reads all steps at once: mark their order
-        pattern = (self.layers or self.rule).replace(' ', '').split(',')
-        self.rules = [pattern[i % len(pattern)] for i in range(self.n_layer)]       # of each layer
+        self.rules = by_layer(self.layers, self.rule, self.n_layer)
         self.source_rules = []                      # of a translator's encoder, and of its cross attention
         if self.encoder:
-            first = 'softmax' if pattern[0] in BOUNDED else pattern[0]      # a source is read whole
+            first = 'softmax' if self.rules[0] in BOUNDED else self.rules[0]        # a source is read whole
             self.source_rules = [self.encoder_rule or first, self.cross or first]
         self.all_rules = self.rules + self.source_rules
         refuse(self.contradictions())
@@ -404,10 +403,9 @@ class Gates(nn.Module):
 
     A log-decay per channel is at least LOG_MIN: the chunked forms need that bound, and all forms of a layer
     must agree. One per head has none. b starts so that f is 1 - 1/tau where x W = 0: a memory of about tau
-    steps, see `start_bias`. Delta
-    multiplies S by I - beta k k^T. With beta up to 2 it can have the eigenvalue -1, so a state can alternate
-    (Grazzi 2024, arXiv:2411.12537). W is full, as in Mao 2022, or a product of two matrices of a given rank,
-    as in GLA and KDA."""
+    steps, see `start_bias`. Delta multiplies S by I - beta k k^T. With beta up to 2 it can have the
+    eigenvalue -1, so a state can alternate (Grazzi 2024, arXiv:2411.12537). W is full, as in Mao 2022, or a
+    product of two matrices of a given rank, as in GLA and KDA."""
     def __init__(self, rule, n_embd, n_head, K, V, beta_max, n, rank=0):
         super().__init__()
         self.rule = rule

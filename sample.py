@@ -130,8 +130,8 @@ def useless(task, given, args, config):
     yield args.html and (args.samples > 1 or args.load_state), (
         '--html shows one text from its beginning: leave --samples and --load_state out')
     yield args.html and config.positions != 'true', (
-        f'--html shows true positions, not --positions={config.positions}: leave out the one that is a flag; '
-        'of a model that was trained so it shows nothing')
+        f'--html shows caches of true positions alone, and these have --positions={config.positions}: leave '
+        '--html out, or --positions if you gave it')
 
 
 def read_state(args, model, meta):

@@ -58,6 +58,12 @@ def plural(n, what):
     return f'{n:,} {what}{"s" * (n != 1)}'
 
 
+def by_layer(layers, rule, n):
+    """The rule of each of n layers, a list: the pattern --layers, or --rule alone, again and again"""
+    pattern = (layers or rule).replace(' ', '').split(',')
+    return [pattern[i % len(pattern)] for i in range(n)]
+
+
 def briefly(words):
     """delta, softmax; 30 x softmax: a list of words, without repeating what stands side by side"""
     runs = [(word, len(list(run))) for word, run in itertools.groupby(words)]

@@ -14,6 +14,7 @@ import math
 import re
 from typing import NamedTuple
 
+from common.flags import by_layer
 
 ALL_SOFTMAX = {'full_attention': 'softmax'}
 NONE = {}
@@ -326,11 +327,12 @@ def published(kind, config):
         raw[key] = config[field]
         if not config[field] and field in as_many:
             raw[key] = as_many[field]
+    rules = by_layer(config['layers'], config['rule'], config['n_layer'])
     if len(family.rules) > 1 and 'layer_types' not in family.known:
         types = {rule: what for what, rule in family.rules.items()}
-        raw['layer_types'] = [types[rule] for rule in rules_in(config)]
+        raw['layer_types'] = [types[rule] for rule in rules]
     if 'sliding_window' in family.absent:
-        slides = 'window' in rules_in(config)
+        slides = 'window' in rules
         raw.setdefault('use_sliding_window', slides)        # a Mistral knows no such switch
         raw['sliding_window'] = config['cache'] + 1 if slides else None
     if config['rope_scaling']:
@@ -341,15 +343,9 @@ def published(kind, config):
     return raw
 
 
-def rules_in(config):
-    """The rule of each layer, as Config.rules"""
-    pattern = (config['layers'] or config['rule']).replace(' ', '').split(',')
-    return [pattern[i % len(pattern)] for i in range(config['n_layer'])]
-
-
 def family_of(config, first=None):
     """The family of a model of this config, if we can write it; else None. first: the one to try first"""
-    rules = set(rules_in(config))
+    rules = set(by_layer(config['layers'], config['rule'], config['n_layer']))
     for kind in sorted(WRITTEN, key=lambda kind: kind != first):
         family = FAMILIES[kind]
         same = [config[field] == value for field, value in family.config.items()]
