@@ -559,7 +559,6 @@ import io
 import itertools
 import json
 import multiprocessing
-import random
 import re
 import runpy
 import shlex
@@ -572,7 +571,6 @@ import tempfile
 import threading
 import time
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import MagicMock, Mock
 
@@ -593,7 +591,7 @@ from common.weights import pack, state_bytes
 from data import prepare, tasks, vocabulary
 from data.kinds import TRAVELS, Data
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES
-from hub import chat, families, folders, texts
+from hub import chat, folders, texts
 from model import SOURCE_RULES, GPT, Config, Cross, FastWeights, load, pick_forms, rope, save
 from papers import beyond, harness, kasai, oren, schlag, zhang
 
@@ -953,26 +951,6 @@ def test_triton_sums_in_fp16_stay_finite(monkeypatch):
     assert q.dtype == k.dtype == v.dtype == torch.bfloat16
     monkeypatch.setattr(kernels.triton.knobs.runtime, 'interpret', False)
     assert kernels.tiles(q, v, None, None, None, None)['DT'] == kernels.tl.bfloat16
-
-@gpu
-@pytest.mark.parametrize('gates', ['delta', 'all', 'attn, decays'])
-def test_triton_kernels_are_handed_bf16_as_it_is(gates, monkeypatch):
-    """They load it as fp32. For a mean, `normalise`, v has one more channel, and o is fp32 till it is divided."""
-    given, normalise = inputs(**GATES[gates], dtype=torch.bfloat16)
-    apply = Mock(side_effect=lambda *given: (given[2], given[-2]))
-    monkeypatch.setattr(kernels.Tiles, 'apply', apply)
-    kernels.on_gpu(**given, normalise=normalise)
-    *handed, S, mean = apply.call_args.args
-    assert mean == normalise
-    for name, x in zip(['q', 'k', 'v', 'write', 'erase', 'log_f', 'log_z'], handed):
-        if x is None:
-            continue
-        assert x.dtype == torch.bfloat16
-        if name == 'v' and normalise:
-            assert x.shape[-1] == V + 1
-        else:
-            assert name.startswith('log') or x.data_ptr() == given[name].data_ptr()
-    assert S.dtype == torch.float32
 
 def resources(cases):
     """What the compiler makes of each kernel, in bf16: for each case, a GPU, a width of the heads and gates, rows
@@ -1766,80 +1744,6 @@ def test_help_lists_every_flag_with_its_default_and_choices(capsys):
 
 # ---- What hurts: each is told in one line, or does what it says --------------------------------------------
 
-WRONG = None, True, -1, 0, 3, 2.5, 10 ** 400, math.nan, math.inf, '32', 'x' * 99, [], [1], {}, ...
-
-def size(x):
-    """About how many entries there are to harm."""
-    if isinstance(x, dict):
-        x = list(x.values())
-    return min(40, 1 + sum(map(size, x))) if isinstance(x, list) else 1
-
-def mutated(nested, draw):
-    """A copy with one entry, at any depth, harmed or gone."""
-    names = sorted(nested) if isinstance(nested, dict) else range(len(nested))
-    name, = draw.choices(names, [size(nested[name]) for name in names])
-    was = nested[name]
-    if isinstance(was, (dict, list)) and was and draw.random() < .8:
-        now = mutated(was, draw)
-    else:
-        now = draw.choice(WRONG)
-    kept = {other: nested[other] for other in names if other != name}
-    if now is not ...:
-        kept[name] = now
-    return kept if isinstance(nested, dict) else [kept[i] for i in sorted(kept)]
-
-def a_config_json(kind, folder):
-    in_hub_layout(folder, kind, **dict(rope_scaling=LLAMA31) if kind == 'llama' else {})
-    family, path = families.FAMILIES[kind], folder / 'config.json'
-
-    def take(raw):
-        path.write_text(json.dumps(raw))
-        config = load(folder)[0].config
-        for field, key in family.entries.items():
-            expected = family.usual.get(field) if raw.get(key) is None else raw[key]
-            if kind == 'vit' and field in ('block_size', 'patch'):
-                expected = 3 * expected ** 2
-            assert getattr(config, field) == expected
-        if kind == 'llama' and raw.get('rope_scaling'):
-            assert config.rope_scaling == [raw['rope_scaling'][key] for key in families.LLAMA3]
-    return json.loads(path.read_text()), take
-
-def a_tokenizer_json(kind, folder):
-    data, path = subwords(kind), folder / 'tokenizer.json'
-    in_hub_layout(folder, 'llama', vocab=data.vocab_size)
-    package = pytest.importorskip('tokenizers')
-
-    def take(raw):
-        path.write_text(json.dumps(raw))
-        about = load(folder)[1]['data']
-        tokenizer = package.Tokenizer.from_str(json.dumps(raw))
-        tokenizer.encode_special_tokens = True
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        tokens = vocabulary.encode('the quick', about)
-        assert tokens == tokenizer.encode('the quick', add_special_tokens=False).ids
-        vocabulary.decode(vocabulary.with_bos(tokens, about), about)
-    return json.loads(data.json), take
-
-@pytest.mark.parametrize('what, kind', [
-    (a_config_json, 'gpt2'), (a_config_json, 'llama'), (a_config_json, 'bert'), (a_config_json, 'vit'),
-    (a_config_json, 'qwen2'), (a_config_json, 'qwen3_5_text'),
-    (a_tokenizer_json, 'llama2'), (a_tokenizer_json, 'llama3')])
-def test_mutations_are_taken_as_they_say_or_refused(what, kind, tmp_path):
-    """What a file says, with one entry harmed: no other error comes than those that a script tells in a line.
-    pytest -s shows how many of 60 were taken."""
-    whole, take = what(kind, tmp_path)
-    take(whole)
-    draw, taken = random.Random(0), 0
-    for _ in range(60):
-        try:
-            take(mutated(whole, draw))
-            taken += 1
-        except (ValueError, OSError) as e:
-            assert str(e)
-    print(f'{what.__name__[2:]} {kind}: {taken} taken as they say, {60 - taken} refused')
-    assert taken < 30
-
 def test_a_state_belongs_to_weights_not_to_a_path(tmp_path, capsys):
     """Of a folder: read from another place, but not after its weights have changed."""
     in_hub_layout(tmp_path / 'a', 'llama')
@@ -1891,11 +1795,11 @@ def test_an_output_without_utf8_gets_what_it_can_show(a_model, monkeypatch):
     assert b'?' in ascii_only.buffer.getvalue()
 
 def test_a_folder_is_of_one_run(a_model, text, tmp_path, capsys, monkeypatch):
-    """Two conversions would mix their stages. A conversion of no steps writes its files, too. The next run
-    removes what one that was killed in a save left, and no other file. Some file systems have no locks."""
-    source = f'--from={a_model("--rule=softmax")}', '--controls=false', f'--out={tmp_path}'
+    """Two conversions would mix their stages; one of no steps writes its files, too. The next run removes what
+    one that was killed in a save left, and no other file. Some file systems have no locks."""
+    of_none = f'--from={a_model("--rule=softmax")}', '--controls=false', '--steps=0', '--distil_steps=0'
     runs = (train.main, [f'--data={text}', '--steps=1', *TINY[:-1], f'--out={tmp_path}']), (
-        convert.main, [*source, *SHORT]), (convert.main, [*source, '--steps=0', '--distil_steps=0', '--eval_rows=4'])
+        convert.main, [*of_none, '--eval_rows=4', f'--out={tmp_path}'])
     parts = [tmp_path / f'{name}.safetensors.7.part' for name in ('ckpt', 'best', 'stage-1', 'state')]
     with train.log_of(train.Args(out=tmp_path)):
         for part in parts:
@@ -1922,27 +1826,6 @@ def test_a_run_goes_on_with_the_text_it_began_with(a_model, characters, tmp_path
         assert f'{side}.bin is not what' in refused(capsys, train.main, *resume)
         shutil.copytree(characters, data, dirs_exist_ok=True)
     assert train.main(list(resume)) == 0
-
-def test_a_stage_that_is_broken_is_named(a_model, tmp_path, monkeypatch, capsys):
-    """And what the file of a stage says is held against the flags there are. A state with such a name is none."""
-    model, resume = a_model('--rule=softmax'), ['--resume', f'--out={tmp_path}']
-    state = tmp_path / 'stage-one.safetensors'
-    written(capsys, f'--init={model}', '--tokens=1', f'--save_state={state}')
-    assert 'no conversion was stopped' in refused(capsys, convert.main, *resume)
-    run = [f'--from={model}', *SHORT, '--controls=false', f'--out={tmp_path}']
-    with monkeypatch.context() as kept:
-        kept.setattr(convert, 'forget', lambda paths: None)
-        assert convert.main(run) == 0
-    stages = sorted({*tmp_path.glob('stage-*')} - {state})
-    assert len(stages) == 2
-    tensors, meta = weights_py.read_tensors(stages[0])
-    weights_py.write_tensors(stages[0], tensors, {**meta, 'args': {}})
-    assert str(stages[0]) in refused(capsys, convert.main, *resume)
-    lacking = {name: x for name, x in tensors.items() if not name.endswith('qkv.weight')}
-    weights_py.write_tensors(stages[0], lacking, meta)
-    assert 'weights of another model' in refused(capsys, convert.main, *resume)
-    weights_py.write_tensors(stages[0], tensors, meta)
-    assert convert.main(resume) == 0 and [*tmp_path.glob('stage-*')] == [state]
 
 def test_a_picture_is_classified_whole(tmp_path, capsys):
     in_hub_layout(tmp_path, 'vit')
@@ -2160,7 +2043,7 @@ def test_what_goes_on_has_the_tokens_of_the_whole_text(kind, tmp_path, capsys):
     on = written(capsys, *flags, f'--load_state={state}', '--prompt= the quick fox')[0]
     assert on == written(capsys, *flags, '--prompt=line 1: the quick fox')[0]
 
-def test_files_and_standard_input_are_bytes(tmp_path, a_model, monkeypatch, capsys):
+def test_files_and_standard_input_are_bytes(tmp_path, monkeypatch, capsys):
     """CR, a BOM and NUL come as they are, in prompts as in training texts; another encoding is named."""
     raw = '\ufeffone\r\ntwo\rthree\n\0four\n'.encode()
     (tmp_path / 'a@b').write_bytes(raw * 9)
@@ -2177,12 +2060,6 @@ def test_files_and_standard_input_are_bytes(tmp_path, a_model, monkeypatch, caps
     assert vocabulary.decode(np.concatenate(sides), meta).encode() == raw * 9
     out, err = capsys.readouterr()
     assert 'a@b: 9 lines end in CR LF' in err and 'has 0.0 MB' in out
-    (tmp_path / 'latin.txt').write_bytes('caf\u00e9'.encode('latin-1'))
-    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'caf\xe9')))
-    init = f'--init={a_model("--rule=gated_delta")}'
-    for prompt, name in ('-', 'standard input'), (f'@{tmp_path}/latin.txt', 'latin.txt'):
-        err = refused(capsys, sample.main, init, f'--prompt={prompt}')
-        assert f'{name}: not UTF-8 at byte 3; unpack' in err
     (tmp_path / 'mine.tsv').write_bytes(b'\xef\xbb\xbf0\tno\r\n1\tyes\r\n')
     assert tasks.lines(str(tmp_path / 'mine.tsv'))[0] == ([b'no', b'yes'], [[0], [1]])
 
@@ -2208,27 +2085,6 @@ def test_files_are_readable_by_whom_the_umask_says(text, tmp_path, monkeypatch):
     assert not os.listdir(here) and list(tmp_path.glob('.cache/nanofwp/text-text-*/meta.json'))
     names = [put(tmp_path, f'a:{end}', 'some words\n' * 30) for end in ('en', 'de')]
     assert prepare.files_of(':'.join(names)) == names
-
-def test_threads_share_a_model(a_model):
-    """One generates, one reads layer by layer, one evaluates, each four times: as each alone."""
-    model, meta = load(a_model('--layers=softmax,delta,tova', '--n_layer=3'))
-    _, val, data = prepare.load_set(meta['args']['data'], like=meta['data'])
-    rows = train.Rows(val, val, data, 16, torch.device('cpu'))
-    tokens = torch.from_numpy(val[:24].astype(int))[None]
-
-    def generate():
-        return [token.item() for token, _ in itertools.islice(model.generate(tokens, temperature=0), 12)]
-
-    def look():
-        return [seen.o.sum().item() for _ in range(6) for seen in through(model, tokens)]
-
-    def evaluate():
-        return rows.evaluate(model, np.arange(0, 640, 16))
-    jobs = [generate, look, evaluate] * 4
-    alone = [job() for job in jobs]
-    with ThreadPoolExecutor(6) as pool:
-        together = [pool.submit(job) for job in jobs]
-    assert [job.result() for job in together] == alone and not model.training
 
 def test_what_matters_is_said(text, a_model, tmp_path, monkeypatch, capsys):
     """A rope beyond its rows; no compiler."""
@@ -2598,19 +2454,6 @@ def test_a_model_of_texts_that_learned_from_pairs_still_reads_texts(text, a_mode
     assert train.main([*start, '--resume', '--steps=2']) == 0
     assert train.main([f'--init={model}', f'--data={text}', f'--out={tmp_path}/next', '--steps=1']) == 0
 
-def test_two_processes_may_prepare_the_same_text(tmp_path, monkeypatch):
-    """As torchrun's do: what one has written is there while the other writes the same once more."""
-    mine = put(tmp_path, 'mine.txt', TEXT)
-    meta = Path(prepare.prepare(mine, str(tmp_path))) / 'meta.json'
-    there, replace = [], os.replace
-
-    def watched(*paths):
-        there.append(meta.exists())
-        replace(*paths)
-    monkeypatch.setattr(os, 'replace', watched)
-    prepare.prepare(mine, str(tmp_path))
-    assert there == [True] * 3
-
 @pytest.mark.parametrize('tokenizer, folder', [
     ('byte', 'stdlib'), ('char', 'stdlib-char'), ('bpe:300', 'stdlib-bpe-300')])
 def test_a_text_is_prepared_in_tokens_that_say_it_again_or_in_those_of_another(tokenizer, folder, tmp_path,
@@ -2731,16 +2574,6 @@ def test_what_a_prepared_set_says_and_holds_is_checked_before_a_model_is_built(m
     err = refused(capsys, train.main, f'--data={folder}', f'--out={out}', *TINY, '--steps=1')
     assert re.search(words, err) and 'prepare it anew' in err and not out.exists()
 
-def test_numbers_that_are_a_models_tokens_are_made_them_by_a_word(a_model, tmp_path, capsys):
-    rows = np.tile(np.arange(8), (12, 1))
-    folder = made(tmp_path, rows, rows, [6, 12], vocab_size=256, ignore=256)
-    run = f'--init={a_model("--rule=softmax")}', f'--data={folder}', f'--out={tmp_path}/out', *TINY, '--steps=1'
-    word = '"tokenizer": "byte"'
-    assert f'write {word} into its meta.json' in refused(capsys, train.main, *run)
-    meta = tmp_path / 'meta.json'
-    put(tmp_path, 'meta.json', meta.read_text().replace('"tokenizer": "ids"', word))
-    assert train.main([*run]) == 0
-
 @pytest.fixture(scope='session')
 def threes(tmp_path_factory):
     """The path of a task: is there a 3 among up to 7 numbers? Half of the rows are shorter, padded with 9."""
@@ -2773,7 +2606,7 @@ def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp
     said = [f'class {i}: {p[i]:.1%}' for i in (likelier, 1 - likelier)]
     assert written(capsys, f'--init={path}', '--prompt=1 2 3 4')[0].splitlines() == said
     if 'softmax' in flags:
-        for recipe in 'pure', 'hedgehog', 't2r':
+        for recipe in 'pure', 'hedgehog':
             found = converted(path, tmp_path / 'rnn', f'--recipe={recipe}', '--controls=false',
                               '--batch_size=16')
             teacher, *_, last = found['table']
@@ -2813,8 +2646,7 @@ def test_a_translator_learns_translates_and_is_converted(flags, turned_around, t
     if 'softmax' not in flags:
         return
     short = '--controls=false', '--distil_steps=2', '--steps=2', '--batch_size=32', '--lr=5e-3'
-    for more in ('--recipe=t2r --fold', '--recipe=hedgehog --swap=cross --threads=1',
-                 '--recipe=pure --threads=1', '--recipe=hedgehog --swap=self,encoder --threads=1'):
+    for more in '--recipe=t2r --fold', '--recipe=hedgehog --swap=self,encoder --threads=1':
         found = converted(path, tmp_path / 'rnn', *short, *more.split())
         torch.set_num_threads(1)
         assert found['args']['threads'] in (1, 2) and found['table'][-1]['model'] == 'fine-tuned'
@@ -2991,9 +2823,7 @@ def test_training_learns_and_logs(text, tmp_path, capsys, monkeypatch):
     assert losses[0] == pytest.approx(math.log(256), abs=.2)        # a new model guesses
     assert losses[-1] < 3, losses                                   # ln 36 = 3.6 by characters
     printed = capsys.readouterr().out
-    size = f'{first["params"] / 1e6:.2f} M parameters'
-    for word in size, 'tok/s', 'eta', 'MB', 'bits per byte', 'carried', 'next: python sample.py':
-        assert word in printed
+    assert f'{first["params"] / 1e6:.2f} M parameters' in printed
     steps = [row for row in rows if 'ms' in row]
     last = [0] + [row['step'] for row in steps]
     ms = sum(row['ms'] * (row['step'] - before) for row, before in zip(steps, last))
@@ -3013,18 +2843,13 @@ def test_an_evaluation_has_few_tokens_and_logits_in_memory(monkeypatch):
     def predict(model, x, y, *_):
         seen.append(x.shape)
         return torch.zeros(y.numel(), 2), y.flatten().clamp(max=1), None
-    for module in train, convert:
-        monkeypatch.setattr(module, 'predict', predict)
+    monkeypatch.setattr(train, 'predict', predict)
     for T, vocab, many in (128, 256, 32), (8192, 256, 4), (65536, 256, 1), (128, 150_000, 3):
         data = np.zeros(33 * T + 1, np.uint8)
         rows = train.Rows(data, data, Data('ids', vocab), T, torch.device('cpu'))
         rows.evaluate(torch.nn.Identity())
         assert seen[0] == (many, T) and sum(map(math.prod, seen)) == 33 * T, (T, vocab)
         seen.clear()
-    x = torch.zeros(300, 512, dtype=torch.long)
-    model = GPT(Config(n_layer=1, n_head=1, n_embd=8))
-    assert convert.nats_along(model, x, x, '').shape == x.shape
-    assert seen[0] == (64, 512) and sum(map(math.prod, seen)) == x.numel()
 
 def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     """In blocks, and with the state carried. The bytes are those of the tokens that are read: at first a token has
@@ -3062,18 +2887,6 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
         result = json.loads((tmp_path / str(n) / 'result.json').read_text())
         assert result['bits per byte'] == pytest.approx(result['val_loss'] * n / size / math.log(2))
         assert f'tion: {result["bits per byte"]:.4f} bits' in capsys.readouterr().out
-
-def test_a_model_of_subwords_keeps_them(text, tmp_path, capsys):
-    """One command learns them; resumed and sampled. A log stays short."""
-    pytest.importorskip('tokenizers')
-    ckpt, resume = trained(text, tmp_path, '--tokenizer=bpe:300'), ['--resume', f'--out={tmp_path}']
-    data, said = load(ckpt)[1]['data'], log(tmp_path)[0]['data']
-    assert data.vocab_size == 300 and said['tokenizer'] == 'bpe:300' and 'json' not in said
-    assert train.main([*resume, '--steps=5']) == 0
-    err = refused(capsys, train.main, *resume, '--steps=7', '--tokenizer=bpe:301')
-    assert "--tokenizer=bpe:301: the run began with 'bpe:300'" in err
-    said = written(capsys, f'--init={ckpt}', '--prompt=the quick', '--tokens=9')
-    assert f'{len(vocabulary.encode("the quick", data))} tokens read' in said[1]
 
 def test_a_package_that_is_missing_is_named_before_any_work(text, tmp_path, capsys, monkeypatch):
     for package in 'tokenizers', 'sacrebleu.metrics':
@@ -3381,19 +3194,20 @@ def run_in(path):
                 layer['arrays'][name[-1]] = layer['arrays'][name].exp()
     return run
 
+def page_of(model, tokens, folder):
+    """The recording in the page of a text."""
+    args = sample.Args(html=f'{folder}/run.html')
+    sample.write_page(args, model, {'data': Data('byte', 256)}, sample.by_whom(tokens[0].tolist(), []))
+    return run_in(args.html)
+
 @pytest.mark.parametrize('flags', [
-    '--rule=sum', '--rule=delta --norm=attn --phi=elu', '--rule=gdn2 --writes=2', '--layers=decay,gla-beta',
-    '--layers=tova,softmax --cache=8', '--rule=window --cache=8 --overflow=sum:hedgehog'])
-def test_a_page_holds_what_each_memory_was_given(flags, a_model, characters, tmp_path, capsys):
+    dict(rule='sum'), dict(rule='delta', norm='attn', phi='elu'), dict(rule='gdn2', writes=2),
+    dict(layers='decay,gla-beta'), dict(layers='tova,softmax', cache=8),
+    dict(rule='window', cache=8, overflow='sum:hedgehog')], ids=str)
+def test_a_page_holds_what_each_memory_was_given(flags, tmp_path):
     """From which the equation makes what the layer read; or which keys and values it has in the end."""
-    ckpt = a_model(*flags.split(), data=characters)
-    said, err = written(capsys, f'--init={ckpt}', '--prompt=line 7: the', '--tokens=12', '--temperature=0',
-                        f'--html={tmp_path / "run.html"}')
-    run = run_in(tmp_path / 'run.html')
-    model, meta = load(ckpt)
-    assert len(run['tokens']) == 11 + 12 and 'run.html' in err
-    assert run['written'] == [False] * 11 + [True] * 12
-    tokens = torch.tensor([vocabulary.encode('line 7: the' + said[:-1], meta['data'])])
+    model, tokens = small(**flags), torch.randint(97, 122, (1, 23))
+    run = page_of(model, tokens, tmp_path)
     with torch.no_grad():
         for layer, seen in zip(run['layers'], through(model, tokens), strict=True):
             x = layer['arrays']
@@ -3409,7 +3223,7 @@ def test_a_page_holds_what_each_memory_was_given(flags, a_model, characters, tmp
             gates = [x.get(name) for name in ('w', 'e', 'log_f', 'log_z')]
             found, _ = recurrent(x['q'], x['k'], x['v'], *gates, normalise=layer['normalise'],
                                  floor=layer['floor'] or 0)
-            if 'norm=attn' in flags and 'delta' in flags:        # divided behind the recurrence
+            if 'norm' in flags:                                 # divided behind the recurrence
                 found = found / (x['q'] * x['k'].cumsum(2)).sum(-1, keepdim=True)
             near(found[:, :, layer['n'] - 1::layer['n']], o, 1e-2)
 
@@ -3432,8 +3246,7 @@ def test_a_page_shows_what_a_hybrid_reads_from_cache_and_matrix(overflow, tmp_pa
     near(A @ seen.v, seen.o, 1e-5)
     if overflow != 'delta:taylor':
         near(A.sum(-1), torch.ones(1, 2, T, dtype=A.dtype), 1e-5)
-    sample.write_page(sample.Args(html=f'{tmp_path}/run.html'), model, {'data': Data('byte', 256)},
-                      sample.by_whom(tokens[0].tolist(), []))
+    page_of(model, tokens, tmp_path)
     if BROWSER:
         said = in_browser(tmp_path / 'run.html', '''
             const first = [getComputedStyle($('matrix')).display, $('tokens').scrollTop > 0];
@@ -3449,11 +3262,12 @@ def test_a_page_takes_any_text_as_text(a_model, tmp_path, monkeypatch, capsys):
     """As subwords would have it; bytes are letters of their own."""
     hostile = '</script><!-- "\'&<b>\u2028\U0001f600 \\u003c ${x}'
     monkeypatch.setattr(sample, 'added', lambda before, tokens, data: hostile)
-    flags = f'--init={a_model("--rule=delta")}', '--prompt=line', '--tokens=0'
-    written(capsys, *flags, f'--html={tmp_path / "run.html"}')
+    flags = f'--init={a_model("--rule=delta")}', '--prompt=line', '--tokens=2'
+    assert 'run.html' in written(capsys, *flags, f'--html={tmp_path / "run.html"}')[1]
     page = (tmp_path / 'run.html').read_text()
     empty = Path(sample.PAGE).read_text()
-    assert run_in(tmp_path / 'run.html')['tokens'] == 4 * [hostile]
+    run = run_in(tmp_path / 'run.html')
+    assert run['tokens'] == 6 * [hostile] and run['written'] == 4 * [False] + 2 * [True]
     assert all(page.count(mark) == empty.count(mark) for mark in ('</script', '<!--', '<b>'))
 
 
@@ -3533,8 +3347,8 @@ def stage_1_came_nearer(found):
     near(torch.tensor(query['softmax']), torch.tensor(query['scores']).softmax(0), 1e-5)
 
 @pytest.mark.parametrize('flags', [
-    '--recipe=pure', '--recipe=hybrid --cache=6', '--recipe=hybrid --overflow= --cache=6', '--recipe=t2r',
-    '--recipe=decay', '--rule=delta --out_norm=false', '--layers=softmax,gla --distil=auto',
+    '--recipe=pure', '--recipe=hybrid --cache=6', '--recipe=hybrid --overflow= --cache=6',
+    '--recipe=decay --out_norm=false', '--layers=softmax,gla --distil=auto --dtype=bfloat16',
     '--recipe=hedgehog --lora=2 --distil_steps=15'])
 def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeypatch, capsys):
     """Also by how much stage 1 lowers the divergence of attention. It is never silent for long."""
@@ -3545,6 +3359,8 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
     if 'pure' in flags:
         assert tells_its_steps(said, 'distil (hidden)', 4) and tells_its_steps(said, 'control: from scratch', 7)
         assert sum('tok_s' in row for row in log(tmp_path)) == 4 + 3 + 3 * 7
+        tokens = {row['model']: row['tokens'] for row in found['table']}
+        assert (tokens['distilled'], tokens['fine-tuned']) == (4 * 2 * 16, 7 * 2 * 16)
     models = [load(path, 'cpu')[0] for path in (tmp_path / 'ckpt.safetensors', teacher)]
     first = int(re.search(r"smaller than the teacher's from (\d+) tokens", said)[1])
     for n in first - 1, first:
@@ -3597,18 +3413,14 @@ def test_layers_that_stay_softmax(teacher, tmp_path):
     for how, wanted in ('costly:2', costly), ('first:3', [0, 1, 2]), ('last:1', [3]), ('spread:2', [1, 3]):
         assert sorted(convert.stay(how, teacher, student, data, np.arange(0, 128, 32))) == sorted(wanted)
 
-def test_a_conversion_in_bfloat16_or_read_in_pieces_is_the_same(teacher, tmp_path, monkeypatch):
-    """In bfloat16 within its noise; in pieces of 6 tokens but for rounding."""
-    flags = '--recipe=hybrid', '--cache=6', '--controls=false'
-    exact, half = (converted(teacher, tmp_path / dtype, *flags, f'--dtype={dtype}')['table']
-                   for dtype in ('float32', 'bfloat16'))
-    for a, b in zip(exact, half, strict=True):
-        assert a['model'] == b['model'] and abs(math.log(a['perplexity'] / b['perplexity'])) < .01
-    model, x = load(tmp_path / 'float32' / 'ckpt.safetensors')[0], torch.randint(256, (2, 5, 16))
+def test_rows_are_judged_alike_in_pieces_of_6_tokens(monkeypatch):
+    model, x = small(rule='sink', cache=6, overflow='sum:slots'), torch.randint(256, (2, 5, 16))
     whole = convert.nats_along(model, *x, '')
     monkeypatch.setattr(train, 'LOGITS', 6 * 256)
+    seen = Mock(wraps=train.predict)
+    monkeypatch.setattr(convert, 'predict', seen)
     near(convert.nats_along(model, *x, ''), whole, 1e-5)
-    assert [row['tokens'] for row in exact][-4:-2] == [4 * 2 * 16, 7 * 2 * 16]
+    assert max(call.args[1].numel() for call in seen.call_args_list) == 6
 
 @pytest.mark.parametrize('more', [[], ['--lora=2']], ids=['all', 'lora'])
 def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeypatch, capsys):
@@ -4380,7 +4192,7 @@ def test_weights_in_bfloat16_give_nearly_the_same(flags):
             assert all(x.dtype == torch.float32 for x in S)
 
 @pytest.mark.parametrize('flags', [
-    *[dict(rule=rule, cache=4, sinks=2) for rule in RULES],
+    *[dict(rule=rule, cache=4, sinks=2) for rule in (*VARIED, 'sink', 'random', 'h2o-layer', 'mean-v')],
     dict(rule='sum', phi='cosformer:64', pos='learned'), dict(layers='window,delta', cache=5, overflow='sum:favor'),
     dict(rule='tova', cache=4, n_kv_head=1), dict(rule='sink', cache=6, positions='compress')], ids=str)
 def test_texts_of_unequal_length_are_joined(flags):
@@ -4541,7 +4353,7 @@ def test_bench_writes_table_and_picture(suite, places, small_pairs, tmp_path, ca
             prepare.prepare(name, file=few_facts)
     if suite == 'translate':
         pytest.importorskip('sacrebleu')
-    if suite not in ('decode', 'grid'):     # all are drawn; to lay letters out takes longest
+    if suite != 'decode':                   # all are drawn; to lay letters out takes longest
         monkeypatch.setattr('matplotlib.figure.Figure.savefig', lambda figure, path, dpi: Path(path).touch())
     found = ran(tmp_path, suite, *(filled(flag, places) for flag in shlex.split(flags)))
     picture = tmp_path / f'{suite}.png'
@@ -4661,13 +4473,11 @@ def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, in_proces
     """A map alone learns, by Hedgehog's recipe, on the text that its form names; divergences are those of
     convert.json on the same rows."""
     path = a_model('--rule=softmax', '--pos=rope')
-    lines = [f'{i ** 3} of the lazy dogs jump over the fox\n' for i in range(200)]
-    other = put(tmp_path, 'other.txt', ''.join(lines))
-    run = 'transfer', f'--init={path}', '--steps=2'
-    only = '--only=hedgehog,hedgehog other,elu'
-    rows = ran(tmp_path / 'out', *run, f'--data={other}', only)
+    other = put(tmp_path, 'other.txt', TEXT[::-1])
+    run = f'--init={path}', '--steps=2', f'--data={other}', '--only=hedgehog,hedgehog other'
+    rows = ran(tmp_path / 'out', 'transfer', *run)
     widths = itertools.product(('own', 'other'), ('16', '64', '256'))
-    assert [(row['part'], row['tokens a row']) for row in rows[::3]] == [*widths]
+    assert [(row['part'], row['tokens a row']) for row in rows[::2]] == [*widths]
     used = set()
     for found in tmp_path.glob('out/transfer/*/convert.json'):
         found = json.loads(found.read_text())
@@ -4885,13 +4695,6 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
     left = np.mean([places + 5 + n >= 256 - 192 for n in range(4)])      # the answer's row, three behind it
     assert 'left' not in half and abs(most['left'] - 100 * left) < 1e-4
     assert few.call_args[0] == (model, 'tova', 64)
-
-def test_bench_answers_asks_about_the_text_that_is_named(few_facts, tmp_path, monkeypatch):
-    asked = Mock(return_value={'accuracy': 50., 'minutes': 0})
-    monkeypatch.setattr(oren, 'once', asked)
-    monkeypatch.setattr(oren, 'a_line', lambda *_: {'path': ''})
-    ran(tmp_path, 'answers', f'--data=facts-256:{few_facts}', '--only=softmax,tova', '--seeds=1')
-    assert [call.kwargs['task'] for call in asked.call_args_list] == 4 * [f'facts-256:{few_facts}']
 
 
 # ---- 14. The repository itself -----------------------------------------------------------------------------
