@@ -1,7 +1,7 @@
 """What must be true of the code, without a GPU and a network; a test's name is the claim.
 
     pytest test_all.py                              two to four minutes on two cores
-    SLOW=1 pytest test_all.py -k soak               20,000 tokens, kill -9, resuming from every step, compilers
+    SLOW=1 pytest test_all.py -k soak               20,000 tokens, resuming from every step, compilers
     EXERCISE=1 pytest test_all.py -k exercise       the README's exercises: they fail until solved
 
 Part one is what must be true of the definitions: section 1 is on the README's path. Then come the
@@ -567,7 +567,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import zipfile
@@ -954,19 +953,13 @@ def test_triton_sums_in_fp16_stay_finite(monkeypatch):
 
 def resources(cases):
     """What the compiler makes of each kernel, in bf16: for each case, a GPU, a width of the heads and gates, rows
-    of name, registers, bytes of stack, bytes of shared memory. Not where TRITON_INTERPRET is 1."""
+    of name, bytes of shared memory. Not where TRITON_INTERPRET is 1."""
     from triton.backends.compiler import GPUTarget
     found = []
 
     def compiled(kernel, grid, *args, **fixed):
         made = kernel.warmup(*args, grid=grid, **fixed)
-        with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
-            file.write(made.asm['cubin'])
-            file.flush()
-            tool = kernels.triton.knobs.nvidia.cuobjdump.path
-            table = subprocess.run([tool, '--dump-resource-usage', file.name], capture_output=True, text=True)
-        used = [int(re.search(fr'{what}:(\d+)', table.stdout)[1]) for what in ('REG', 'STACK')]
-        found[-1].append((kernel.fn.__name__, *used, made.metadata.shared))
+        found[-1].append((kernel.fn.__name__, made.metadata.shared))
     launch_by(pytest.MonkeyPatch(), compiled)
     for target, width, gates in cases:
         driver = Mock(**{'get_current_target.return_value': GPUTarget('cuda', target, 32)})
@@ -978,27 +971,22 @@ def resources(cases):
     return found
 
 KILOBYTES = {80: 163, 89: 99, 90: 227}      # of shared memory: of an A100, an RTX 4090 and an H100
-COMPILED = {        # rule: bytes of stack at most; the GPU, the width of the heads, gates
-    'kda': (48, 90, 64, dict(f='K')), 'gated_delta': (48, 90, 64, dict(f=1)),
-    'both decays': (256, 90, 64, dict(f='K', z='V')), 'gdn2, 256': (2048, 90, 256, dict(f='K', w='V', e='K')),
-    'delta, 256': (2048, 80, 256, {}), 'gdn2, 128': (512, 89, 128, dict(f='K', w='V', e='K'))}
+COMPILED = [        # the GPU, the width of the heads, gates
+    (90, 64, dict(f='K', z='V')), (90, 256, dict(f='K', w='V', e='K')), (80, 256, {}),
+    (89, 128, dict(f='K', w='V', e='K'))]
 
 @gpu
 @slow
 def test_soak_triton_kernels_compile_for_gpus_that_are_not_here(monkeypatch):
-    """In a process that does not interpret them: registers, stack and shared memory stay within what there is.
-    pytest -s prints the table."""
-    if not Path(kernels.triton.__file__).with_name('backends').joinpath('nvidia/bin/cuobjdump').exists():
+    """In a process that does not interpret them; shared memory stays within what there is."""
+    if not Path(kernels.triton.__file__).with_name('backends').joinpath('nvidia/bin/ptxas').exists():
         pytest.skip("this Triton comes without NVIDIA's compiler")
     monkeypatch.setenv('TRITON_INTERPRET', '0')
     with multiprocessing.get_context('spawn').Pool(1) as pool:
-        found = pool.apply(resources, [[case for _, *case in COMPILED.values()]])
-    for rule, rows in zip(COMPILED, found):
-        most, target, *_ = COMPILED[rule]
-        assert [name for name, *_ in rows] == [*KERNELS]
-        for name, registers, stack, shared in rows:
-            print(rule, name, registers, stack, shared)
-            assert registers <= 255 and stack <= most and shared <= 1024 * KILOBYTES[target], name
+        found = pool.apply(resources, [COMPILED])
+    for (target, *_), rows in zip(COMPILED, found):
+        assert [name for name, _ in rows] == [*KERNELS]
+        assert all(shared <= 1024 * KILOBYTES[target] for _, shared in rows), rows
 
 def unwritten(**given):
     o, S = chunked(**given)
@@ -1719,27 +1707,19 @@ def test_memory_that_cannot_be_had_is_told_in_one_line(capsys):
     with pytest.raises(RuntimeError, match='shapes'):
         errors.script(Mock(side_effect=RuntimeError('shapes do not match')))([])
 
-def test_help_lists_every_flag_with_its_default_and_choices(capsys):
-    """And no number of a flag is without bounds."""
-    open_choices = dict(phi=FEATURE_MAPS, data=prepare.DATASETS)
+def test_help_lists_every_flag(capsys):
+    """Once, the often needed ones first. And no number of a flag is without bounds."""
     for script, classes in (train, [train.Args, Config]), (sample, [sample.Args]), (convert, [convert.Args]):
         with pytest.raises(SystemExit) as e:
             script.main(['--help'])
         assert not e.value.code
-        out = capsys.readouterr().out
-        listed = re.findall(r'^  --(\w+)', out, re.M)
+        listed = re.findall(r'^  --(\w+)', capsys.readouterr().out, re.M)
         often = script.OFTEN.split()
         assert listed[:len(often)] == often and len(listed) == len({*listed})
-        for field in [f for c in classes for f in dataclasses.fields(c) if f.metadata.get('help')]:
-            entry = re.search(rf'^  --{field.name.rstrip("_")}\b.*(\n {{20}}.*)*', out, re.M)[0]
-            line = ' '.join(entry.split())
-            assert field.metadata['help'] in line
-            assert not field.default or str(field.default) in line
+        fields = [field for c in classes for field in dataclasses.fields(c) if field.metadata.get('help')]
+        assert {field.name.rstrip('_') for field in fields} <= {*listed}
+        for field in fields:
             assert field.type not in (int, float) or all(map(math.isfinite, field.metadata['range']))
-            choices = field.metadata['choices']
-            if script is train:
-                choices = choices or open_choices.get(field.name)
-            assert set(choices or ()) <= set(re.split(r'[][|, =]+', line)), line
 
 
 # ---- What hurts: each is told in one line, or does what it says --------------------------------------------
@@ -4901,7 +4881,7 @@ def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, dtype=torch.fl
 @contextlib.contextmanager
 def served(contents, fault, times):
     """A server of contents by path -> its address, and the list of paths it was asked for. The first `times` of
-    them meet a fault: a status, 'silent', 'stalls', 'cut', 'backwards', or another content."""
+    them meet a fault: a status, 'silent', 'stalls', 'cut', or another content."""
     asked, over = [], threading.Event()
 
     class Server(http.server.BaseHTTPRequestHandler):
@@ -4917,8 +4897,6 @@ def served(contents, fault, times):
                 return self.send_error(bad or 404)
             if isinstance(bad, bytes):
                 sent = bad
-            if bad == 'backwards':
-                sent = content[::-1]
             self.send_response(200)
             self.send_header('Content-Length', str(len(sent)))
             self.end_headers()
@@ -4933,10 +4911,10 @@ def served(contents, fault, times):
         server.shutdown()
 
 @pytest.mark.parametrize('fault, times, hits', [
-    (None, 0, 1), ('cut', 1, 2), (503, 1, 2), ('cut', 99, 4), (404, 99, 4), ('backwards', 99, 1),
+    (None, 0, 1), ('cut', 1, 2), (503, 1, 2), ('cut', 99, 4), (404, 99, 4),
     (b'<html>sign in</html>', 99, 1), ('silent', 99, 1), ('stalls', 99, 4)])
 def test_downloads_end_whole_or_not_at_all(fault, times, hits, tmp_path, monkeypatch):
-    """Two files, from a server that cuts, lies, fails, sends web pages, stalls. Nothing wrong is
+    """Two files, from a server that cuts, fails, sends web pages, stalls. Nothing wrong is
     left. Other rows are made of the same files, as long as they are those."""
     bodies = PUBLISHED['trec']
     known = {base: hashlib.sha256(body).hexdigest() for base, body in bodies.items()}
@@ -4962,30 +4940,6 @@ def test_downloads_end_whole_or_not_at_all(fault, times, hits, tmp_path, monkeyp
             assert not list(tmp_path.rglob('*.*'))
     with pytest.raises(ValueError, match='by hand'):                # nobody answers
         prepare.load_set('trec', str(tmp_path / 'down'))
-
-@slow
-def test_soak_kill_9_leaves_a_checkpoint_that_loads(tmp_path):
-    """A process that does nothing but save is killed 200 times, most of them in the middle of it."""
-    path, models = str(tmp_path / 'ckpt.safetensors'), [GPT(Config(n_layer=2, n_embd=64)) for _ in range(2)]
-    about = dict(data=Data('byte', 256, 'none'))
-    save(path, models[0], {**about, 'step': 0})
-    middle, rng = 0, np.random.default_rng(0)
-    for _ in range(200):
-        child = os.fork()
-        if not child:
-            for i in range(10 ** 6):
-                save(path, models[i % 2], {**about, 'step': i})
-        time.sleep(rng.uniform(.002, .05))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        left = {*tmp_path.iterdir()} - {Path(path)}
-        middle += bool(left)
-        assert all(part.match('ckpt.safetensors.*.part') for part in left)
-        for part in left:
-            shutil.rmtree(part)
-        loaded, meta = load(path)
-        assert torch.equal(loaded.embed.weight, models[meta['step'] % 2].embed.weight)
-    assert middle > 20
 
 @slow
 @pytest.mark.parametrize('rule, last', [('gated_delta', 0), ('sink', 124), ('h2o', 64), ('tova', 0)])
