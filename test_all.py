@@ -590,7 +590,7 @@ from common.weights import pack, state_bytes
 from data import prepare, tasks, vocabulary
 from data.kinds import TRAVELS, Data
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES
-from hub import chat, folders, texts
+from hub import chat, families, folders, texts
 from model import SOURCE_RULES, GPT, Config, Cross, FastWeights, load, pick_forms, rope, save
 from papers import beyond, harness, kasai, oren, schlag, zhang
 
@@ -1806,6 +1806,18 @@ def test_a_run_goes_on_with_the_text_it_began_with(a_model, characters, tmp_path
         assert f'{side}.bin is not what' in refused(capsys, train.main, *resume)
         shutil.copytree(characters, data, dirs_exist_ok=True)
     assert train.main(list(resume)) == 0
+
+@pytest.mark.parametrize('usual, right, wrong', [
+    (7, 3, [True, -1, 2.5, '32', [3], {}]), (1e-6, 10, [True, 0, -1.0, '32', math.nan, math.inf]),
+    (None, 1, [None, True, 0, 2.5, '32']), (True, False, [0, 1.0, '32'])])
+def test_an_entry_of_a_config_json_is_of_its_kind_or_refused(usual, right, wrong):
+    found = families.entry({'x': right}, 'x', usual)
+    assert found == right and (usual is None or type(found) is type(usual))
+    for value in wrong:
+        with pytest.raises(ValueError, match='x is .*, expected'):
+            families.entry({'x': value}, 'x', usual)
+    if usual is not None:
+        assert families.entry({}, 'x', usual) == families.entry({'x': None}, 'x', usual) == usual
 
 def test_a_picture_is_classified_whole(tmp_path, capsys):
     in_hub_layout(tmp_path, 'vit')
@@ -4256,8 +4268,8 @@ TINY_SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # f
               kept=('--init=ROPE --lengths=4', 4), far=('--init=ROPE --lengths=40', 15),
               transfer=('--init=ROPE --steps=1 --only="hedgehog other" --data=WORDS', 6),
               layer=('--heads=1 --head_dim=8 --lengths=8,40 --dtype=bfloat16', 10),
-              capacity=('--lengths=4 --steps=100 --only=elu,softmax', 4),
-              update=('--lengths=4 --steps=100 --only=gated,delta', 4),
+              capacity=('--lengths=4 --steps=5 --only=elu,softmax', 4),
+              update=('--lengths=4 --steps=5 --only=gated,delta', 4),
               monotone=('--init=ROPE --steps=1 --only=elu,hedgehog', 4),
               recall=('--steps=1 --only=elu,delta', 2),
               grid=('--data=TEXT --steps=4 --only="sum t2r:4,delta rfa"', 6),
