@@ -570,6 +570,7 @@ import sys
 import threading
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import MagicMock, Mock
 
@@ -2078,6 +2079,27 @@ def test_files_are_readable_by_whom_the_umask_says(text, tmp_path, monkeypatch):
     names = [put(tmp_path, f'a:{end}', 'some words\n' * 30) for end in ('en', 'de')]
     assert prepare.files_of(':'.join(names)) == names
 
+def test_threads_share_a_model(a_model):
+    """One generates, one reads layer by layer, one evaluates, each four times: as each alone."""
+    model, meta = load(a_model('--layers=softmax,delta,tova', '--n_layer=3'))
+    _, val, data = prepare.load_set(meta['args']['data'], like=meta['data'])
+    rows = train.Rows(val, val, data, 16, torch.device('cpu'))
+    tokens = torch.from_numpy(val[:24].astype(int))[None]
+
+    def generate():
+        return [token.item() for token, _ in itertools.islice(model.generate(tokens, temperature=0), 12)]
+
+    def look():
+        return [seen.o.sum().item() for _ in range(6) for seen in through(model, tokens)]
+
+    def evaluate():
+        return rows.evaluate(model, np.arange(0, 640, 16))
+    jobs = [generate, look, evaluate] * 4
+    alone = [job() for job in jobs]
+    with ThreadPoolExecutor(6) as pool:
+        together = [pool.submit(job) for job in jobs]
+    assert [job.result() for job in together] == alone and not model.training
+
 def test_what_matters_is_said(text, a_model, tmp_path, monkeypatch, capsys):
     """A rope beyond its rows; no compiler."""
     ckpt = a_model('--rule=softmax', '--pos=rope')
@@ -2444,6 +2466,19 @@ def test_a_model_of_texts_that_learned_from_pairs_still_reads_texts(text, a_mode
     assert prepare.load_set(text, like=load(model)[1]['data'])[2].name == prepare.load_set(text)[2].name
     assert train.main([*start, '--resume', '--steps=2']) == 0
     assert train.main([f'--init={model}', f'--data={text}', f'--out={tmp_path}/next', '--steps=1']) == 0
+
+def test_two_processes_may_prepare_the_same_text(tmp_path, monkeypatch):
+    """As torchrun's do: what one has written is there while the other writes the same once more."""
+    mine = put(tmp_path, 'mine.txt', TEXT)
+    meta = Path(prepare.prepare(mine, str(tmp_path))) / 'meta.json'
+    there, replace = [], os.replace
+
+    def watched(*paths):
+        there.append(meta.exists())
+        replace(*paths)
+    monkeypatch.setattr(os, 'replace', watched)
+    prepare.prepare(mine, str(tmp_path))
+    assert there == [True] * 3
 
 @pytest.mark.parametrize('tokenizer, folder', [
     ('byte', 'stdlib'), ('char', 'stdlib-char'), ('bpe:300', 'stdlib-bpe-300')])
@@ -4685,6 +4720,13 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
     left = np.mean([places + 5 + n >= 256 - 192 for n in range(4)])      # the answer's row, three behind it
     assert 'left' not in half and abs(most['left'] - 100 * left) < 1e-4
     assert few.call_args[0] == (model, 'tova', 64)
+
+def test_bench_answers_asks_about_the_text_that_is_named(few_facts, tmp_path, monkeypatch):
+    asked = Mock(return_value={'accuracy': 50., 'minutes': 0})
+    monkeypatch.setattr(oren, 'once', asked)
+    monkeypatch.setattr(oren, 'a_line', lambda *_: {'path': ''})
+    ran(tmp_path, 'answers', f'--data=facts-256:{few_facts}', '--only=softmax,tova', '--seeds=1')
+    assert [call.kwargs['task'] for call in asked.call_args_list] == 4 * [f'facts-256:{few_facts}']
 
 
 # ---- 14. The repository itself -----------------------------------------------------------------------------
