@@ -1066,6 +1066,9 @@ def main(argv):
         given, changes = by_recipe(given, changes, teacher)
         args = Args(**given)
     refuse(cannot_teach(args, teacher.config))
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    args.threads = torch.get_num_threads()                  # the last bits depend on it; --resume keeps it
     beside = list(models_beside(args.beside, args.from_, meta['data'], device))
     data, name = rows_of(args, meta, device)
     torch.manual_seed(args.seed)
@@ -1073,9 +1076,6 @@ def main(argv):
     if args.fold:
         can_fold(student)
     kind = what_to_match(args.distil, student, new)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    args.threads = torch.get_num_threads()                  # the last bits depend on it; --resume keeps it
 
     made_from = {'teacher': weights_digest(teacher, meta), 'data': data.meta.train['sha256']}
     about = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from,
