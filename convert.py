@@ -638,6 +638,12 @@ def other_policies(student):
             yield policy, cached_by(student, others)
 
 
+def under_policies(name, student):
+    """-> the student by its name, and under other policies by theirs: 'NAME, h2o'"""
+    others = {f'{name}, {policy}': model for policy, model in other_policies(student)}
+    return {name: student, **others}
+
+
 # ---- a conversion: its stages, its table -------------------------------------------------------------------
 def share(row, base):
     """The share of a teacher that a model has recovered; row, base: their lines of the table. For a text it
@@ -1087,9 +1093,8 @@ def main(argv):
     for cached, model in caches(teacher, student, data.T):
         run.add_line(cached, model)
     for source, model in beside:
-        run.add_line(source, model)
-        for policy, other in other_policies(model):
-            run.add_line(f'{source}, cached by {policy}', other)
+        for form, other in under_policies(source, model).items():
+            run.add_line(form, other)
     others = list(run.by_row)[1:]                           # but for the teacher
     layers, query = both_stages(run, teacher, student, new, kind, distilled)
     over_best = over_the_best(run, run.table[-1]['model'], others)
