@@ -467,10 +467,10 @@ def test_exercise_2_breaks_sum_and_mends_it_by_one_gate():
     k, v = breaks()
     near(k.norm(dim=-1), torch.ones_like(k[..., 0]), 1e-6)
     assert (recurrent(k, k, v)[0] - v).abs().max() > 0.5
-    for k, v in (k, v), (l2(torch.randn(2, 3, 9, 4)), torch.randn(2, 3, 9, 5)):
-        gate = mends(k)
+    for key, value in (k, v), (l2(torch.randn(2, 3, 9, 4)), torch.randn(2, 3, 9, 5)):
+        gate = mends(key)
         assert len(gate) == 1 and gate.keys() <= {'write', 'erase', 'log_f', 'log_z'}
-        near(recurrent(k, k, v, **gate)[0], v, 1e-5)
+        near(recurrent(key, key, value, **gate)[0], value, 1e-5)
 
 @exercise
 def test_exercise_3_erases_by_a_number_of_its_own():
