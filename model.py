@@ -124,6 +124,8 @@ class Config:
     out_eps: float = known(0.0, 0, 1, later=True)   # out_norm is RMSNorm with this eps; 0: LayerNorm
     cache_gate: str = flag('', '', ['', *OUT_GATES], later=True)        # as out_gate, where keys are kept
     rope_share: float = known(1.0, 0, 1, later=True)        # of the channels of a head, which rope turns
+    norm_after: bool = known(False, later=True)     # where keys are kept, norms end a branch, see `Block`
+    qk_norm_all: bool = known(False, later=True)    # qk_norm is over the channels of all heads together
     qkv_bias: bool = known(False, later=True)       # biases of q, k and v, if there are no others
     n_inner: int = known(0, 0, 2 ** 20)     # width of the MLP; 0: 4 n_embd
     tied: bool = True           # weight tying: the output layer is the embedding
@@ -884,8 +886,8 @@ class Mixer(nn.Module):
         self.conv = Conv(sum(self.sizes), width) if width else None
         self.q_norm = self.k_norm = None
         if c.qk_norm and not c.apart(rule):
-            self.q_norm = nn.RMSNorm(self.key_dim, c.eps)
-            self.k_norm = nn.RMSNorm(self.key_dim, c.eps)
+            self.q_norm = nn.RMSNorm(self.key_dim * (n_query if c.qk_norm_all else 1), c.eps)
+            self.k_norm = nn.RMSNorm(self.key_dim * (n_key if c.qk_norm_all else 1), c.eps)
         self.rope = c.uses_rope(rule) and flags.get('positions', 'true') == 'true'  # else Cache rotates them
         gate = flags.pop('out_gate', c.cache_gate)
         if rule in MATRIX:
@@ -918,8 +920,8 @@ class Mixer(nn.Module):
             y = F.silu(y)
         q, k, v = y.split(self.sizes, -1)
         if self.q_norm is not None:
-            q = self.q_norm(q.unflatten(-1, (-1, self.key_dim))).flatten(-2)
-            k = self.k_norm(k.unflatten(-1, (-1, self.key_dim))).flatten(-2)
+            q = self.q_norm(q.unflatten(-1, (-1, len(self.q_norm.weight)))).flatten(-2)
+            k = self.k_norm(k.unflatten(-1, (-1, len(self.k_norm.weight)))).flatten(-2)
         q = by_head(q, self.key_dim)
         k = by_head(k, self.n * self.key_dim)
         if self.rope:
@@ -1009,11 +1011,14 @@ class Block(nn.Module):
 
     With post_norm (BERT), it is u + mixer(u), u = norm(x). BERT's paper has norm(x + mixer(x)): the norm that
     ends a branch there begins the next one here. So BERT's norm of the embeddings is norm1 of the first
-    block, and the last norm of its last block is the norm of the model."""
+    block, and the last norm of its last block is the norm of the model.
+
+    With norm_after (Olmo Hybrid), a layer that keeps keys is x + norm(mixer(x)), then x + norm(MLP(x))."""
 
     def __init__(self, c, rule, cross=None, causal=True):
         super().__init__()
         self.post_norm = c.post_norm
+        self.norm_after = c.norm_after and rule not in MATRIX
         self.norm1 = layer_norm(c)
         self.norm2 = layer_norm(c)
         self.convs = nn.ModuleList()
@@ -1031,11 +1036,19 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def branch(self, norm, x):
-        """x -> base, input: the result will be base + branch(input)"""
+        """x -> base, input: the result will be base + ended(norm, what the branch makes of the input)"""
+        if self.norm_after:
+            return x, x
         u = norm(x)
         if self.post_norm:
             return u, u
         return x, u
+
+    def ended(self, norm, y):
+        """What a branch adds, given what it computed, y: with norm_after its norm"""
+        if self.norm_after:
+            return norm(y)
+        return y
 
     def convolve(self, i, x, state, real=None):
         """x (B, T, n_embd) -> its convolution, if the model has any. Its part of `state` is replaced. i is 0
@@ -1053,16 +1066,16 @@ class Block(nn.Module):
         x, u = self.branch(self.norm1, x)
         u = self.convolve(0, u, state, real)
         y, state['mixer'] = self.mixer(u, state.get('mixer'), t, real)
-        return self.after_mixer(x + y, state, t, real), state
+        return self.after_mixer(x + self.ended(self.norm1, y), state, t, real), state
 
     def after_mixer(self, x, state, t, real):
         """x (B, T, n_embd), with what the mixer adds -> x, with what cross attention and MLP add"""
         if self.cross is not None:
             x, u = self.branch(self.norm3, x)
-            x = x + self.cross(u, state['cross'], t)
+            x = x + self.ended(self.norm3, self.cross(u, state['cross'], t))
         x, u = self.branch(self.norm2, x)
         u = self.convolve(1, u, state, real)
-        return x + self.dropout(self.down(self.act(self.up(u))))
+        return x + self.ended(self.norm2, self.dropout(self.down(self.act(self.up(u)))))
 
 
 # ---- the model ---------------------------------------------------------------------------------------------

@@ -1366,7 +1366,8 @@ def test_a_seed_gives_the_weights_and_logits_it_has_always_given():
     near(10 * found, torch.tensor([-0.3310, -6.5162, 1.2637, -6.7830]), 1e-3)
     assert not [name for name in GPT(Config(out_norm=False)).state_dict() if 'out_norm' in name]
 
-@pytest.mark.parametrize('flags', [dict(), dict(post_norm=True), dict(causal=False, pad=0, conv=3)])
+@pytest.mark.parametrize('flags', [dict(), dict(post_norm=True), dict(causal=False, pad=0, conv=3),
+                                   dict(norm_after=True, qk_norm=True, qk_norm_all=True)])
 def test_through_tells_what_forward_computes(flags):
     m = GPT(Config(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16, **flags)).double()
     tokens = torch.randint(1, 256, (2, 9))
@@ -1374,7 +1375,8 @@ def test_through_tells_what_forward_computes(flags):
         tokens[1, 6:] = 0
     for seen in through(m, tokens):
         block = m.get_submodule(seen.layer)
-        u = block.convolve(0, block.norm1(seen.x), {}, seen.encoder_real)
+        u = seen.x if block.norm_after else block.norm1(seen.x)
+        u = block.convolve(0, u, {}, seen.encoder_real)
         near(seen.u, u)
         found = seen.mixer.merge(seen.outputs(seen.mixer), seen.u)
         near(found, seen.mixer(u, real=seen.encoder_real)[0])
@@ -1823,7 +1825,7 @@ def a_tokenizer_json(kind, folder):
 
 @pytest.mark.parametrize('what, kind', [
     (a_config_json, 'gpt2'), (a_config_json, 'llama'), (a_config_json, 'bert'), (a_config_json, 'vit'),
-    (a_config_json, 'qwen2'), (a_config_json, 'qwen3_5_text'),
+    (a_config_json, 'qwen2'), (a_config_json, 'qwen3_5_text'), (a_config_json, 'olmo_hybrid'),
     (a_tokenizer_json, 'llama2'), (a_tokenizer_json, 'llama3')])
 def test_mutations_are_taken_as_they_say_or_refused(what, kind, tmp_path):
     """What a file says, with one entry harmed: no other error comes than those that a script tells in a line.
@@ -3855,7 +3857,7 @@ def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path)
         again, meta_again = load(tmp_path / 'again')
         models.append(again)
     else:
-        with pytest.raises(ValueError, match='Qwen3.5, BERT with its pooler alone'):
+        with pytest.raises(ValueError, match='Olmo Hybrid, BERT with its pooler alone'):
             write()
     if kind in EMBEDS:
         positions = 'compress' if kind == 'llama' else 'true'       # no gap is long enough
@@ -3947,7 +3949,7 @@ def test_the_layer_of_minimax_is_retention():
     o = theirs.norm(o.transpose(1, 2).flatten(2)) * theirs.output_gate(x).sigmoid()
     near(theirs.out_proj(o), theirs(x, None, None)[0], 1e-5)
 
-LLAMAS = 'llama', 'mistral', 'qwen2', 'qwen3', 'qwen3_5_text'
+LLAMAS = 'llama', 'mistral', 'qwen2', 'qwen3', 'qwen3_5_text', 'olmo_hybrid'
 
 @pytest.mark.parametrize('kind', LLAMAS)
 def test_models_that_people_run_are_read_tuned_and_written(kind, tmp_path, capsys, text):
@@ -4017,6 +4019,9 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('qwen3_5_text', 'model_type', 'qwen3_5_vision', 'model_type qwen3_5_vision'),
     ('qwen3_5_text', 'model.layers.0.linear_attn.in_proj_a.weight', None, 'in_proj_a.weight is missing'),
     ('qwen3_5_text', 'model.layers.1.self_attn.q_proj.weight', (64, 16), 'shape (64, 16), expected (128, 16)'),
+    ('olmo_hybrid', 'rope_parameters', dict(rope_theta=5e5), 'config.json: rope_theta 500000.0, expected None'),
+    ('olmo_hybrid', 'linear_allow_neg_eigval', False, 'linear_allow_neg_eigval False, expected True'),
+    ('olmo_hybrid', 'linear_key_head_dim', None, 'linear_key_head_dim is None, expected a whole number'),
     ('bert', 'id2label', 'rain', 'not as the hub has it'),
     ('llama', 'model_type', 'mamba', 'model_type mamba'),
     ('gpt2', 'scale_attn_weights', False, 'attn_weights False'),
@@ -5051,6 +5056,10 @@ LAYOUTS = dict(     # names in transformers, sizes
     qwen3_5_text=('Qwen3_5', 'ForCausalLM', dict(
         SIZES, head_dim=16, layer_types=['linear_attention', 'full_attention'], linear_num_key_heads=2,
         linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=10)),
+    olmo_hybrid=('OlmoHybrid', 'ForCausalLM', dict(
+        SIZES, head_dim=6, layer_types=['linear_attention', 'full_attention'], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=10, rope_theta=None, pad_token_id=None,
+        eos_token_id=None)),
     bert=('Bert', 'ForSequenceClassification', dict(SIZES, vocab_size=300, max_position_embeddings=16,
                                                     pad_token_id=3)),
     vit=('ViT', 'ForImageClassification', dict(SIZES, image_size=8, patch_size=4)))
@@ -5075,13 +5084,18 @@ def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, dtype=torch.fl
         p.data = (torch.randn(p.shape) / p.shape[-1] ** .5 + fast).to(dtype).float()
     kept = {'h.0.attn.bias': torch.ones(1, 1, 16, 16)} if kind == 'gpt2' else {}    # a mask, in older files
     model.save_pretrained(folder)
-    for key, x in load_file(folder / 'model.safetensors').items():
+    tensors = load_file(folder / 'model.safetensors')
+    for key in [key for key in tensors if 'q_conv1d' in key]:       # transformers 5.24 writes them as three thirds
+        convs = [key.replace('q_conv1d', f'{x}_conv1d') for x in 'qkv']
+        sizes = [len(tensors[name.replace('conv1d', 'proj')]) for name in convs]
+        tensors.update(zip(convs, torch.cat([tensors[name] for name in convs]).split(sizes)))
+    for key, x in tensors.items():
         if old:
             key = key.replace('m.weight', 'm.gamma').replace('m.bias', 'm.beta')
         if not prefix:
             key = key.removeprefix(f'{model.base_model_prefix}.')
         if not (old and 'pooler' in key):
-            kept[key] = x.to(dtype)
+            kept[key] = x.to(dtype, copy=True)
     (folder / 'model.safetensors').unlink()
     (folder / 'generation_config.json').unlink(missing_ok=True)
     put(folder, 'config.json', json.dumps({**given, 'model_type': kind, **more}))

@@ -185,9 +185,12 @@ def files_of_weights(folder):
 
 def uniform_name(name):
     """The uniform name of a tensor. Some files leave out the first word; torch.compile and DataParallel put
-    their own in front. Older ones, as bert-base-uncased, call a LayerNorm's weight gamma, its bias beta."""
+    their own in front. Older ones, as bert-base-uncased, call a LayerNorm's weight gamma, its bias beta. Some
+    of Olmo Hybrid have the old names of its norms."""
     name = re.sub(r'^((_orig_mod|module)\.)*((transformer|model|bert|vit)\.)?(language_model\.)?', '', name)
     name = re.sub(r'LayerNorm\.gamma$', 'LayerNorm.weight', name)
+    name = name.replace('.attention_layer_norm.', '.input_layernorm.')
+    name = name.replace('.feedforward_layer_norm.', '.post_attention_layernorm.')
     return re.sub(r'LayerNorm\.beta$', 'LayerNorm.bias', name)
 
 
@@ -223,9 +226,9 @@ def to_folder(folder, tensors, config, data):
     given = as_object(texts, CONFIG)
     kind = family_of(config, given.get('model_type'))
     if kind is None:
-        raise ValueError('the hub has room for GPT-2, Llama, Mistral, Qwen2, Qwen3, Qwen3.5, BERT with its '
-                         'pooler alone: no convolutions before a layer, softmax in every layer but those of '
-                         'Qwen3.5; sample.py and model.load read others')
+        raise ValueError('the hub has room for GPT-2, Llama, Mistral, Qwen2, Qwen3, Qwen3.5, Olmo Hybrid, '
+                         'BERT with its pooler alone: no convolutions before a layer, softmax in every layer '
+                         'but those of Qwen3.5 and Olmo; sample.py and model.load read others')
     if data.json and not {TOKENIZER, WORDS} & texts.keys():
         texts[TOKENIZER] = data.json
     raw = {key: x for key, x in given.items() if key not in OF_WEIGHTS}
