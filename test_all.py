@@ -3949,6 +3949,37 @@ def test_the_layer_of_minimax_is_retention():
     o = theirs.norm(o.transpose(1, 2).flatten(2)) * theirs.output_gate(x).sigmoid()
     near(theirs.out_proj(o), theirs(x, None, None)[0], 1e-5)
 
+def test_the_rule_of_rwkv_7_is_two_writes_a_token():
+    """S_t = S_{t-1} (diag(w) - c (a c)^T) + v k^T, |c| = 1. Peng 2025, arXiv:2503.14456: the first write, with the
+    key a c, forgets and erases what S_{t-1} has for c, the second adds v for k."""
+    r, k, c, a, w = torch.randn(5, 2, 3, 13, 6, dtype=f64)
+    v, c, a, w = torch.randn(2, 3, 13, 5, dtype=f64), l2(c), a.sigmoid(), torch.exp(-math.exp(-.5) * w.sigmoid())
+    S, o = torch.zeros(2, 3, 5, 6, dtype=f64), []
+    for t in range(13):
+        erased = (S @ c[:, :, t, :, None]) * (a * c)[:, :, t, None]
+        S = S * w[:, :, t, None] - erased + v[:, :, t, :, None] * k[:, :, t, None]
+        o.append((S @ r[:, :, t, :, None])[..., 0])
+    at = partial(model_py.spread, n=2)
+    for form in recurrent, chunked:
+        found, S_found = form(at(r, i=1), at(a * c, i=0) + at(k, i=1), at(v, i=1), erase=at(1 / (a * w), i=0),
+                              log_f=at(w.log(), i=0))
+        near([found[:, :, 1::2], S_found], [torch.stack(o, 2), S])
+
+def test_the_rule_of_comba_is_a_gated_delta_of_two_strengths():
+    """S_t = S_{t-1} (a - b beta k k^T) + beta v k^T, o_t = S_t (q - d k), |k| = 1, numbers a, b, d. Hu 2025,
+    arXiv:2506.02475. It erases from S_{t-1} before it forgets, so our erase is b beta / a."""
+    (q, k), v = torch.randn(2, 2, 3, 13, 6, dtype=f64), torch.randn(2, 3, 13, 5, dtype=f64)
+    a, beta = torch.randn(2, 2, 3, 13, 1, dtype=f64).sigmoid()
+    k, b, d = l2(k), .6, .3
+    S, o = torch.zeros(2, 3, 5, 6, dtype=f64), []
+    for t in range(13):
+        keep = a[:, :, t, None] * torch.eye(6, dtype=f64)
+        S = S @ (keep - b * beta[:, :, t, None] * k[:, :, t, :, None] * k[:, :, t, None])
+        S = S + beta[:, :, t, None] * v[:, :, t, :, None] * k[:, :, t, None]
+        o.append((S @ (q - d * k)[:, :, t, :, None])[..., 0])
+    for form in recurrent, chunked:
+        near(form(q - d * k, k, v, beta, b * beta / a, a.log()), [torch.stack(o, 2), S])
+
 LLAMAS = 'llama', 'mistral', 'qwen2', 'qwen3', 'qwen3_5_text', 'olmo_hybrid'
 
 @pytest.mark.parametrize('kind', LLAMAS)
