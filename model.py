@@ -1414,11 +1414,13 @@ class Undrawn(TorchFunctionMode):
         return f(*args, **kwargs)
 
 
-def load(source, device='cpu', revision='main', check=None, **changes):
+def load(source, device='cpu', revision='main', check=None, dtype=torch.float32, **changes):
     """Load a checkpoint, a folder in the hub's layout, or a model on the hub, by name -> model, meta. The
     model is in eval mode, and several threads may use it.
     meta: data (name, tokenizer, ...), step, config, and tensors, which `save` got as extra. changes: flags of
     Config. check: a function that gets the Config and meta before the weights are read, which takes seconds.
+    dtype: what the weights of a folder become; those in bfloat16 then never take the memory of fp32, and
+    `in_bfloat16` is to follow.
     ValueError, with the source, if something is missing, damaged or of another kind."""
     source = str(source)
     folder = None
@@ -1446,7 +1448,7 @@ def load(source, device='cpu', revision='main', check=None, **changes):
     model = unfilled(config, saved, source)
     if folder:
         with Undrawn():                 # all of the folder's, whatever the flags say
-            weights = folder.tensors(GPT(saved).state_dict())
+            weights = folder.tensors(GPT(saved).state_dict(), dtype)
     put_weights(model, weights, saved, source, changes)
     return model.to(device).eval(), meta
 

@@ -4016,6 +4016,11 @@ def test_models_that_people_run_are_read_tuned_and_written(kind, tmp_path, capsy
         for found in models:
             for cuts in [], [1, 31, 32], range(1, 75):
                 near(model_in_parts(found, tokens, cuts)[0], wanted, 1e-4 * wanted.std() / wanted.abs().max())
+    rounded, low = load(tmp_path / 'a')[0], load(tmp_path / 'a', dtype=torch.bfloat16)[0]
+    assert {x.dtype for x in low.state_dict().values()} == {torch.bfloat16}
+    for found in rounded, low:
+        found.in_bfloat16()
+    assert all(torch.equal(x, rounded.state_dict()[name]) for name, x in low.state_dict().items())
     row = vocabulary.with_bos(vocabulary.encode('the quick', data), data)
     says = theirs(tmp_path / 'a').generate(torch.tensor([row]), do_sample=False, max_new_tokens=5, eos_token_id=None)
     greedy = f'--init={tmp_path}/a', '--prompt=the quick', '--tokens=5', '--temperature=0'

@@ -76,19 +76,22 @@ class Folder:
                                  'of at least 2 classes')
         return found
 
-    def tensors(self, like):
-        """All tensors in our names, in fp32. like: the state_dict of a softmax model"""
+    def tensors(self, like, dtype=torch.float32):
+        """All tensors in our names, of this type. like: the state_dict of a softmax model"""
+        if self.kind in ('bert', 'vit'):
+            dtype = torch.float32                           # their tensors are added up below
         table = names(self.kind, self.config, like)
         for name, theirs in table.items():
             for part in parts(theirs, like[name], self.config):
                 self.place(part)                            # before any is read, which may take minutes
         ours = {}
         for name, theirs in table.items():
-            ours[name] = torch.empty(like[name].shape)
+            ours[name] = torch.empty(like[name].shape, dtype=dtype)
             for part, view in parts(theirs, ours[name], self.config).items():
-                view.copy_(self.tensor(part, *view.shape))
-            if theirs.endswith('+1'):
-                ours[name] += 1
+                x = self.tensor(part, *view.shape)
+                if theirs.endswith('+1'):
+                    x = x.float() + 1                       # rounded once, if at all
+                view.copy_(x)
         if self.kind == 'bert':
             ours['positions.weight'] += self.tensor(TYPES, None, self.config['n_embd'])[:1]
         if self.kind == 'vit':                              # its pixels: x / 127.5 - 1; ours: x / 255
