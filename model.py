@@ -120,7 +120,8 @@ class Config:
     key_dim: int = known(0, 0, 2 ** 17, MATRIX)     # channels of q and k per head; 0: as many as v
     value_dim: int = known(0, 0, 2 ** 17, later=True)       # of v per head of a matrix; 0: head_dim
     value_heads: int = known(0, 0, 1024, later=True)        # see `apart`; 0: as in layers of softmax
-    key_heads: int = known(0, 0, 1024, later=True)          # of q and k, if value_heads is given
+    key_heads: int = known(0, 0, 1024, later=True)          # of q and k of a matrix; 0: as many as of v
+    skip: bool = known(False, of=MATRIX, later=True)        # D v is added to what a matrix returns (Mamba-2)
     out_eps: float = known(0.0, 0, 1, later=True)   # out_norm is RMSNorm with this eps; 0: LayerNorm
     cache_gate: str = flag('', '', ['', *OUT_GATES], later=True)        # as out_gate, where keys are kept
     rope_share: float = known(1.0, 0, 1, later=True)        # of the channels of a head, which rope turns
@@ -163,8 +164,9 @@ class Config:
         yield self.turns() and turned % 2, (
             f'--n_embd={self.n_embd} --n_head={self.n_head} --head_dim={self.head_dim}: rope turns pairs, so '
             f'it takes an even number of channels of a head, not {turned:g}; or --pos=none')
-        yield self.value_heads % (self.key_heads or 1), (
-            f'key_heads={self.key_heads} does not divide value_heads={self.value_heads}')
+        n_value = self.value_heads or self.n_head
+        yield n_value % (self.key_heads or 1), (
+            f'key_heads={self.key_heads} does not divide value_heads={n_value}')
         yield self.qkv_conv and (self.encoder or not self.causal), (
             f'--qkv_conv={self.qkv_conv} with --encoder={self.encoder} --causal={self.causal}: it is for a '
             'text that is read step by step; leave it out')
@@ -226,9 +228,10 @@ class Config:
             return self.n_head, n_kv, n_kv, d, d
         V = self.value_dim or d
         K = self.key_dim or V
-        if self.apart(rule):
-            n_key = self.key_heads or self.value_heads
-            return n_key, n_key, self.value_heads, K, V
+        if self.value_heads or self.key_heads:
+            n_value = self.value_heads or self.n_head
+            n_key = self.key_heads or n_value
+            return n_key, n_key, n_value, K, V
         return self.n_head, n_kv, n_kv, K, V
 
     def uses_rope(self, rule):
@@ -259,7 +262,7 @@ PUBLISHED = {       # what the layers of a paper have beside the rule: fields of
     'delta': {'qkv_conv': 4, 'phi': 'identity', 'beta_max': 1.0},
     'retention': {'out_gate': 'silu', 'pos': 'rope'},
     'gla': {'out_gate': 'silu', 'gate_rank': 16},
-    'mamba2': {'qkv_conv': 4, 'phi': 'identity', 'out_gate': 'silu'},
+    'mamba2': {'qkv_conv': 4, 'phi': 'identity', 'out_gate': 'silu', 'key_heads': 1, 'skip': True},
     'gated_delta': {'qkv_conv': 4, 'phi': 'identity', 'beta_max': 1.0, 'out_gate': 'silu'},
     'kda': {'qkv_conv': 4, 'phi': 'identity', 'beta_max': 1.0, 'out_gate': 'sigmoid', 'gate_rank': 16}}
 
@@ -541,16 +544,18 @@ class FastWeights(nn.Module):
     Heads that share keys and values share a matrix, its map and its gates: H / G queries read each S.
     n_head: G   phi, norm, beta_max, writes, gate_rank: flags of Config (whose beta_max is 2); phi, norm '':
     the rule's own   key_dim: 0 is head_dim   causal: if false, each step reads what all steps write. With n
-    writes per token, k and v hold those of n writes side by side. ValueError for what does not go together.
+    writes per token, k and v hold those of n writes side by side. skip: D v is added to o, D a number per
+    head, at first 1. ValueError for what does not go together.
     """
     forms = PLAIN
     overflow = None         # only a Cache has fast weights beside it
 
     def __init__(self, rule, n_embd, n_head, head_dim, phi='', norm='', beta_max=1.0, writes=1, gate_rank=0,
-                 key_dim=0, causal=True):
+                 key_dim=0, causal=True, skip=False):
         super().__init__()
         self.rule = RULES[rule]
         self.n = writes
+        self.skip = nn.Parameter(torch.ones(n_head, 1, 1)) if skip else None
         self.causal = causal
         self.norm = norm or self.rule.norm
         self.map = phi or self.rule.phi
@@ -650,6 +655,8 @@ class FastWeights(nn.Module):
                 return self.divided_by_keys(q, S=S, **written)
             o, S = self.recurrence(q, **written, real=real, S=S, normalise=self.normalise,
                                    floor=self.phi.floor)
+            if self.skip is not None:
+                o = o + (self.skip * v).to(o.dtype)
             return o, {'S': S, **more}
 
     def by_segments(self, x, q, k, v, state, t):

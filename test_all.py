@@ -1381,6 +1381,7 @@ def test_through_tells_what_forward_computes(flags):
         found = seen.mixer.merge(seen.outputs(seen.mixer), seen.u)
         near(found, seen.mixer(u, real=seen.encoder_real)[0])
         last = block(seen.x, real=seen.encoder_real)[0]
+        near(seen.y, last)
     near(m.norm(last), m.hidden(tokens)[0])
 
 @pytest.mark.parametrize('impl', ['chunk', 'fused'])
@@ -3948,6 +3949,24 @@ def test_the_layer_of_minimax_is_retention():
     o, _ = recurrent(q, k, v, log_f=-theirs.slope_rate.expand(2, -1, 70, 1))
     o = theirs.norm(o.transpose(1, 2).flatten(2)) * theirs.output_gate(x).sigmoid()
     near(theirs.out_proj(o), theirs(x, None, None)[0], 1e-5)
+
+@torch.no_grad()
+def test_the_layer_of_mamba_2_shares_keys_and_has_a_skip():
+    """Up to its norm, which comes after the gate there, and the bias of its convolution."""
+    theirs = of_transformers('mamba2.modeling_mamba2', 'Mamba2Mixer', 'Mamba2Config', hidden_size=24, num_heads=4,
+                             head_dim=12, state_size=6, n_groups=2, chunk_size=32, use_conv_bias=False).eval()
+    mixer = model_py.Mixer(Config(rule='mamba2', n_embd=24, n_head=4, key_heads=2, key_dim=6, value_dim=12, qkv_conv=4,
+                                  phi='identity', skip=True, out_norm=False), 'mamba2')
+    gate, v, k, q, dt = theirs.in_proj.weight.split([48, 48, 12, 12, 4])
+    v_conv, k_conv, q_conv = theirs.conv1d.weight[:, 0].split([48, 12, 12])
+    given = {'qkv.weight': torch.cat([q, k, v]), 'conv.weight': torch.cat([q_conv, k_conv, v_conv]).T,
+             'memory.gates.proj.weight': dt, 'memory.gates.log_rate': theirs.A_log.view(-1, 1, 1),
+             'memory.gates.bias_f': theirs.dt_bias.view(-1, 1, 1), 'memory.skip': theirs.D.view(-1, 1, 1),
+             'proj.weight': theirs.out_proj.weight}
+    mixer.load_state_dict(given)
+    x = torch.randn(2, 70, 24)
+    o = mixer.outputs(x, *mixer.heads(x)).transpose(1, 2).flatten(2)
+    near(theirs.out_proj(theirs.norm(o, x @ gate.T)), theirs(x), 1e-5)
 
 def test_the_rule_of_rwkv_7_is_two_writes_a_token():
     """S_t = S_{t-1} (diag(w) - c (a c)^T) + v k^T, |c| = 1. Peng 2025, arXiv:2503.14456: the first write, with the
