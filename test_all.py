@@ -1407,7 +1407,8 @@ def test_a_seed_gives_the_weights_and_logits_it_has_always_given():
     near(10 * found, torch.tensor([-0.3310, -6.5162, 1.2637, -6.7830]), 1e-3)
     assert not [name for name in GPT(Config(out_norm=False)).state_dict() if 'out_norm' in name]
 
-@pytest.mark.parametrize('flags', [dict(), dict(post_norm=True), dict(causal=False, pad=0, conv=3)])
+@pytest.mark.parametrize('flags', [dict(), dict(post_norm=True), dict(causal=False, pad=0, conv=3),
+                                   dict(norm_after=True, qk_norm=True, qk_norm_all=True)])
 def test_through_tells_what_forward_computes(flags):
     m = GPT(Config(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16, **flags)).double()
     tokens = torch.randint(1, 256, (2, 9))
@@ -1415,11 +1416,13 @@ def test_through_tells_what_forward_computes(flags):
         tokens[1, 6:] = 0
     for seen in through(m, tokens):
         block = m.get_submodule(seen.layer)
-        u = block.convolve(0, block.norm1(seen.x), {}, seen.encoder_real)
+        u = seen.x if block.norm_after else block.norm1(seen.x)
+        u = block.convolve(0, u, {}, seen.encoder_real)
         near(seen.u, u)
         found = seen.mixer.merge(seen.outputs(seen.mixer), seen.u)
         near(found, seen.mixer(u, real=seen.encoder_real)[0])
         last = block(seen.x, real=seen.encoder_real)[0]
+        near(seen.y, last)
     near(m.norm(last), m.hidden(tokens)[0])
 
 @pytest.mark.parametrize('impl', ['chunk', 'fused'])
@@ -1864,7 +1867,7 @@ def a_tokenizer_json(kind, folder):
 
 @pytest.mark.parametrize('what, kind', [
     (a_config_json, 'gpt2'), (a_config_json, 'llama'), (a_config_json, 'bert'), (a_config_json, 'vit'),
-    (a_config_json, 'qwen2'), (a_config_json, 'qwen3_5_text'),
+    (a_config_json, 'qwen2'), (a_config_json, 'qwen3_5_text'), (a_config_json, 'olmo_hybrid'),
     (a_tokenizer_json, 'llama2'), (a_tokenizer_json, 'llama3')])
 def test_mutations_are_taken_as_they_say_or_refused(what, kind, tmp_path):
     """What a file says, with one entry harmed: no other error comes than those that a script tells in a line.
@@ -3896,7 +3899,7 @@ def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path)
         again, meta_again = load(tmp_path / 'again')
         models.append(again)
     else:
-        with pytest.raises(ValueError, match='Qwen3.5, BERT with its pooler alone'):
+        with pytest.raises(ValueError, match='Olmo Hybrid, BERT with its pooler alone'):
             write()
     if kind in EMBEDS:
         positions = 'compress' if kind == 'llama' else 'true'       # no gap is long enough
@@ -3988,7 +3991,56 @@ def test_the_layer_of_minimax_is_retention():
     o = theirs.norm(o.transpose(1, 2).flatten(2)) * theirs.output_gate(x).sigmoid()
     near(theirs.out_proj(o), theirs(x, None, None)[0], 1e-5)
 
-LLAMAS = 'llama', 'mistral', 'qwen2', 'qwen3', 'qwen3_5_text'
+@torch.no_grad()
+def test_the_layer_of_mamba_2_shares_keys_and_has_a_skip():
+    """Up to its norm, which comes after the gate there, and the bias of its convolution."""
+    theirs = of_transformers('mamba2.modeling_mamba2', 'Mamba2Mixer', 'Mamba2Config', hidden_size=24, num_heads=4,
+                             head_dim=12, state_size=6, n_groups=2, chunk_size=32, use_conv_bias=False).eval()
+    mixer = model_py.Mixer(Config(rule='mamba2', n_embd=24, n_head=4, key_heads=2, key_dim=6, value_dim=12, qkv_conv=4,
+                                  phi='identity', skip=True, out_norm=False), 'mamba2')
+    gate, v, k, q, dt = theirs.in_proj.weight.split([48, 48, 12, 12, 4])
+    v_conv, k_conv, q_conv = theirs.conv1d.weight[:, 0].split([48, 12, 12])
+    given = {'qkv.weight': torch.cat([q, k, v]), 'conv.weight': torch.cat([q_conv, k_conv, v_conv]).T,
+             'memory.gates.proj.weight': dt, 'memory.gates.log_rate': theirs.A_log.view(-1, 1, 1),
+             'memory.gates.bias_f': theirs.dt_bias.view(-1, 1, 1), 'memory.skip': theirs.D.view(-1, 1, 1),
+             'proj.weight': theirs.out_proj.weight}
+    mixer.load_state_dict(given)
+    x = torch.randn(2, 70, 24)
+    o = mixer.outputs(x, *mixer.heads(x)).transpose(1, 2).flatten(2)
+    near(theirs.out_proj(theirs.norm(o, x @ gate.T)), theirs(x), 1e-5)
+
+def test_the_rule_of_rwkv_7_is_two_writes_a_token():
+    """S_t = S_{t-1} (diag(w) - c (a c)^T) + v k^T, |c| = 1. Peng 2025, arXiv:2503.14456: the first write, with the
+    key a c, forgets and erases what S_{t-1} has for c, the second adds v for k."""
+    r, k, c, a, w = torch.randn(5, 2, 3, 13, 6, dtype=f64)
+    v, c, a, w = torch.randn(2, 3, 13, 5, dtype=f64), l2(c), a.sigmoid(), torch.exp(-math.exp(-.5) * w.sigmoid())
+    S, o = torch.zeros(2, 3, 5, 6, dtype=f64), []
+    for t in range(13):
+        erased = (S @ c[:, :, t, :, None]) * (a * c)[:, :, t, None]
+        S = S * w[:, :, t, None] - erased + v[:, :, t, :, None] * k[:, :, t, None]
+        o.append((S @ r[:, :, t, :, None])[..., 0])
+    at = partial(model_py.spread, n=2)
+    for form in recurrent, chunked:
+        found, S_found = form(at(r, i=1), at(a * c, i=0) + at(k, i=1), at(v, i=1), erase=at(1 / (a * w), i=0),
+                              log_f=at(w.log(), i=0))
+        near([found[:, :, 1::2], S_found], [torch.stack(o, 2), S])
+
+def test_the_rule_of_comba_is_a_gated_delta_of_two_strengths():
+    """S_t = S_{t-1} (a - b beta k k^T) + beta v k^T, o_t = S_t (q - d k), |k| = 1, numbers a, b, d. Hu 2025,
+    arXiv:2506.02475. It erases from S_{t-1} before it forgets, so our erase is b beta / a."""
+    (q, k), v = torch.randn(2, 2, 3, 13, 6, dtype=f64), torch.randn(2, 3, 13, 5, dtype=f64)
+    a, beta = torch.randn(2, 2, 3, 13, 1, dtype=f64).sigmoid()
+    k, b, d = l2(k), .6, .3
+    S, o = torch.zeros(2, 3, 5, 6, dtype=f64), []
+    for t in range(13):
+        keep = a[:, :, t, None] * torch.eye(6, dtype=f64)
+        S = S @ (keep - b * beta[:, :, t, None] * k[:, :, t, :, None] * k[:, :, t, None])
+        S = S + beta[:, :, t, None] * v[:, :, t, :, None] * k[:, :, t, None]
+        o.append((S @ (q - d * k)[:, :, t, :, None])[..., 0])
+    for form in recurrent, chunked:
+        near(form(q - d * k, k, v, beta, b * beta / a, a.log()), [torch.stack(o, 2), S])
+
+LLAMAS = 'llama', 'mistral', 'qwen2', 'qwen3', 'qwen3_5_text', 'olmo_hybrid'
 
 @pytest.mark.parametrize('kind', LLAMAS)
 def test_models_that_people_run_are_read_tuned_and_written(kind, tmp_path, capsys, text):
@@ -4024,6 +4076,11 @@ def test_models_that_people_run_are_read_tuned_and_written(kind, tmp_path, capsy
         for found in models:
             for cuts in [], [1, 31, 32], range(1, 75):
                 near(model_in_parts(found, tokens, cuts)[0], wanted, 1e-4 * wanted.std() / wanted.abs().max())
+    rounded, low = load(tmp_path / 'a')[0], load(tmp_path / 'a', dtype=torch.bfloat16)[0]
+    assert {x.dtype for x in low.state_dict().values()} == {torch.bfloat16}
+    for found in rounded, low:
+        found.in_bfloat16()
+    assert all(torch.equal(x, rounded.state_dict()[name]) for name, x in low.state_dict().items())
     row = vocabulary.with_bos(vocabulary.encode('the quick', data), data)
     says = theirs(tmp_path / 'a').generate(torch.tensor([row]), do_sample=False, max_new_tokens=5, eos_token_id=None)
     greedy = f'--init={tmp_path}/a', '--prompt=the quick', '--tokens=5', '--temperature=0'
@@ -4058,6 +4115,9 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('qwen3_5_text', 'model_type', 'qwen3_5_vision', 'model_type qwen3_5_vision'),
     ('qwen3_5_text', 'model.layers.0.linear_attn.in_proj_a.weight', None, 'in_proj_a.weight is missing'),
     ('qwen3_5_text', 'model.layers.1.self_attn.q_proj.weight', (64, 16), 'shape (64, 16), expected (128, 16)'),
+    ('olmo_hybrid', 'rope_parameters', dict(rope_theta=5e5), 'config.json: rope_theta 500000.0, expected None'),
+    ('olmo_hybrid', 'linear_allow_neg_eigval', False, 'linear_allow_neg_eigval False, expected True'),
+    ('olmo_hybrid', 'linear_key_head_dim', None, 'linear_key_head_dim is None, expected a whole number'),
     ('bert', 'id2label', 'rain', 'not as the hub has it'),
     ('llama', 'model_type', 'mamba', 'model_type mamba'),
     ('gpt2', 'scale_attn_weights', False, 'attn_weights False'),
@@ -5092,6 +5152,10 @@ LAYOUTS = dict(     # names in transformers, sizes
     qwen3_5_text=('Qwen3_5', 'ForCausalLM', dict(
         SIZES, head_dim=16, layer_types=['linear_attention', 'full_attention'], linear_num_key_heads=2,
         linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=10)),
+    olmo_hybrid=('OlmoHybrid', 'ForCausalLM', dict(
+        SIZES, head_dim=6, layer_types=['linear_attention', 'full_attention'], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=10, rope_theta=None, pad_token_id=None,
+        eos_token_id=None)),
     bert=('Bert', 'ForSequenceClassification', dict(SIZES, vocab_size=300, max_position_embeddings=16,
                                                     pad_token_id=3)),
     vit=('ViT', 'ForImageClassification', dict(SIZES, image_size=8, patch_size=4)))
@@ -5116,13 +5180,18 @@ def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, dtype=torch.fl
         p.data = (torch.randn(p.shape) / p.shape[-1] ** .5 + fast).to(dtype).float()
     kept = {'h.0.attn.bias': torch.ones(1, 1, 16, 16)} if kind == 'gpt2' else {}    # a mask, in older files
     model.save_pretrained(folder)
-    for key, x in load_file(folder / 'model.safetensors').items():
+    tensors = load_file(folder / 'model.safetensors')
+    for key in [key for key in tensors if 'q_conv1d' in key]:       # transformers 5.24 writes them as three thirds
+        convs = [key.replace('q_conv1d', f'{x}_conv1d') for x in 'qkv']
+        sizes = [len(tensors[name.replace('conv1d', 'proj')]) for name in convs]
+        tensors.update(zip(convs, torch.cat([tensors[name] for name in convs]).split(sizes)))
+    for key, x in tensors.items():
         if old:
             key = key.replace('m.weight', 'm.gamma').replace('m.bias', 'm.beta')
         if not prefix:
             key = key.removeprefix(f'{model.base_model_prefix}.')
         if not (old and 'pooler' in key):
-            kept[key] = x.to(dtype)
+            kept[key] = x.to(dtype, copy=True)
     (folder / 'model.safetensors').unlink()
     (folder / 'generation_config.json').unlink(missing_ok=True)
     put(folder, 'config.json', json.dumps({**given, 'model_type': kind, **more}))
