@@ -638,6 +638,12 @@ def other_policies(student):
             yield policy, cached_by(student, others)
 
 
+def under_policies(name, student):
+    """-> the student by its name, and under other policies by theirs: 'NAME, h2o'"""
+    others = {f'{name}, {policy}': model for policy, model in other_policies(student)}
+    return {name: student, **others}
+
+
 # ---- a conversion: its stages, its table -------------------------------------------------------------------
 def share(row, base):
     """The share of a teacher that a model has recovered; row, base: their lines of the table. For a text it
@@ -1066,6 +1072,9 @@ def main(argv):
         given, changes = by_recipe(given, changes, teacher)
         args = Args(**given)
     refuse(cannot_teach(args, teacher.config))
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    args.threads = torch.get_num_threads()                  # the last bits depend on it; --resume keeps it
     beside = list(models_beside(args.beside, args.from_, meta['data'], device))
     data, name = rows_of(args, meta, device)
     torch.manual_seed(args.seed)
@@ -1073,9 +1082,6 @@ def main(argv):
     if args.fold:
         can_fold(student)
     kind = what_to_match(args.distil, student, new)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    args.threads = torch.get_num_threads()                  # the last bits depend on it; --resume keeps it
 
     made_from = {'teacher': weights_digest(teacher, meta), 'data': data.meta.train['sha256']}
     about = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from,
@@ -1087,9 +1093,8 @@ def main(argv):
     for cached, model in caches(teacher, student, data.T):
         run.add_line(cached, model)
     for source, model in beside:
-        run.add_line(source, model)
-        for policy, other in other_policies(model):
-            run.add_line(f'{source}, cached by {policy}', other)
+        for form, other in under_policies(source, model).items():
+            run.add_line(form, other)
     others = list(run.by_row)[1:]                           # but for the teacher
     layers, query = both_stages(run, teacher, student, new, kind, distilled)
     over_best = over_the_best(run, run.table[-1]['model'], others)

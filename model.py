@@ -120,10 +120,13 @@ class Config:
     key_dim: int = known(0, 0, 2 ** 17, MATRIX)     # channels of q and k per head; 0: as many as v
     value_dim: int = known(0, 0, 2 ** 17, later=True)       # of v per head of a matrix; 0: head_dim
     value_heads: int = known(0, 0, 1024, later=True)        # see `apart`; 0: as in layers of softmax
-    key_heads: int = known(0, 0, 1024, later=True)          # of q and k, if value_heads is given
+    key_heads: int = known(0, 0, 1024, later=True)          # of q and k of a matrix; 0: as many as of v
+    skip: bool = known(False, of=MATRIX, later=True)        # D v is added to what a matrix returns (Mamba-2)
     out_eps: float = known(0.0, 0, 1, later=True)   # out_norm is RMSNorm with this eps; 0: LayerNorm
     cache_gate: str = flag('', '', ['', *OUT_GATES], later=True)        # as out_gate, where keys are kept
     rope_share: float = known(1.0, 0, 1, later=True)        # of the channels of a head, which rope turns
+    norm_after: bool = known(False, later=True)     # where keys are kept, norms end a branch, see `Block`
+    qk_norm_all: bool = known(False, later=True)    # qk_norm is over the channels of all heads together
     qkv_bias: bool = known(False, later=True)       # biases of q, k and v, if there are no others
     n_inner: int = known(0, 0, 2 ** 20)     # width of the MLP; 0: 4 n_embd
     tied: bool = True           # weight tying: the output layer is the embedding
@@ -161,8 +164,9 @@ class Config:
         yield self.turns() and turned % 2, (
             f'--n_embd={self.n_embd} --n_head={self.n_head} --head_dim={self.head_dim}: rope turns pairs, so '
             f'it takes an even number of channels of a head, not {turned:g}; or --pos=none')
-        yield self.value_heads % (self.key_heads or 1), (
-            f'key_heads={self.key_heads} does not divide value_heads={self.value_heads}')
+        n_value = self.value_heads or self.n_head
+        yield n_value % (self.key_heads or 1), (
+            f'key_heads={self.key_heads} does not divide value_heads={n_value}')
         yield self.qkv_conv and (self.encoder or not self.causal), (
             f'--qkv_conv={self.qkv_conv} with --encoder={self.encoder} --causal={self.causal}: it is for a '
             'text that is read step by step; leave it out')
@@ -224,9 +228,10 @@ class Config:
             return self.n_head, n_kv, n_kv, d, d
         V = self.value_dim or d
         K = self.key_dim or V
-        if self.apart(rule):
-            n_key = self.key_heads or self.value_heads
-            return n_key, n_key, self.value_heads, K, V
+        if self.value_heads or self.key_heads:
+            n_value = self.value_heads or self.n_head
+            n_key = self.key_heads or n_value
+            return n_key, n_key, n_value, K, V
         return self.n_head, n_kv, n_kv, K, V
 
     def uses_rope(self, rule):
@@ -257,7 +262,7 @@ PUBLISHED = {       # what the layers of a paper have beside the rule: fields of
     'delta': {'qkv_conv': 4, 'phi': 'identity', 'beta_max': 1.0},
     'retention': {'out_gate': 'silu', 'pos': 'rope'},
     'gla': {'out_gate': 'silu', 'gate_rank': 16},
-    'mamba2': {'qkv_conv': 4, 'phi': 'identity', 'out_gate': 'silu'},
+    'mamba2': {'qkv_conv': 4, 'phi': 'identity', 'out_gate': 'silu', 'key_heads': 1, 'skip': True},
     'gated_delta': {'qkv_conv': 4, 'phi': 'identity', 'beta_max': 1.0, 'out_gate': 'silu'},
     'kda': {'qkv_conv': 4, 'phi': 'identity', 'beta_max': 1.0, 'out_gate': 'sigmoid', 'gate_rank': 16}}
 
@@ -539,16 +544,18 @@ class FastWeights(nn.Module):
     Heads that share keys and values share a matrix, its map and its gates: H / G queries read each S.
     n_head: G   phi, norm, beta_max, writes, gate_rank: flags of Config (whose beta_max is 2); phi, norm '':
     the rule's own   key_dim: 0 is head_dim   causal: if false, each step reads what all steps write. With n
-    writes per token, k and v hold those of n writes side by side. ValueError for what does not go together.
+    writes per token, k and v hold those of n writes side by side. skip: D v is added to o, D a number per
+    head, at first 1. ValueError for what does not go together.
     """
     forms = PLAIN
     overflow = None         # only a Cache has fast weights beside it
 
     def __init__(self, rule, n_embd, n_head, head_dim, phi='', norm='', beta_max=1.0, writes=1, gate_rank=0,
-                 key_dim=0, causal=True):
+                 key_dim=0, causal=True, skip=False):
         super().__init__()
         self.rule = RULES[rule]
         self.n = writes
+        self.skip = nn.Parameter(torch.ones(n_head, 1, 1)) if skip else None
         self.causal = causal
         self.norm = norm or self.rule.norm
         self.map = phi or self.rule.phi
@@ -648,6 +655,8 @@ class FastWeights(nn.Module):
                 return self.divided_by_keys(q, S=S, **written)
             o, S = self.recurrence(q, **written, real=real, S=S, normalise=self.normalise,
                                    floor=self.phi.floor)
+            if self.skip is not None:
+                o = o + (self.skip * v).to(o.dtype)
             return o, {'S': S, **more}
 
     def by_segments(self, x, q, k, v, state, t):
@@ -884,8 +893,8 @@ class Mixer(nn.Module):
         self.conv = Conv(sum(self.sizes), width) if width else None
         self.q_norm = self.k_norm = None
         if c.qk_norm and not c.apart(rule):
-            self.q_norm = nn.RMSNorm(self.key_dim, c.eps)
-            self.k_norm = nn.RMSNorm(self.key_dim, c.eps)
+            self.q_norm = nn.RMSNorm(self.key_dim * (n_query if c.qk_norm_all else 1), c.eps)
+            self.k_norm = nn.RMSNorm(self.key_dim * (n_key if c.qk_norm_all else 1), c.eps)
         self.rope = c.uses_rope(rule) and flags.get('positions', 'true') == 'true'  # else Cache rotates them
         gate = flags.pop('out_gate', c.cache_gate)
         if rule in MATRIX:
@@ -918,8 +927,8 @@ class Mixer(nn.Module):
             y = F.silu(y)
         q, k, v = y.split(self.sizes, -1)
         if self.q_norm is not None:
-            q = self.q_norm(q.unflatten(-1, (-1, self.key_dim))).flatten(-2)
-            k = self.k_norm(k.unflatten(-1, (-1, self.key_dim))).flatten(-2)
+            q = self.q_norm(q.unflatten(-1, (-1, len(self.q_norm.weight)))).flatten(-2)
+            k = self.k_norm(k.unflatten(-1, (-1, len(self.k_norm.weight)))).flatten(-2)
         q = by_head(q, self.key_dim)
         k = by_head(k, self.n * self.key_dim)
         if self.rope:
@@ -1009,11 +1018,14 @@ class Block(nn.Module):
 
     With post_norm (BERT), it is u + mixer(u), u = norm(x). BERT's paper has norm(x + mixer(x)): the norm that
     ends a branch there begins the next one here. So BERT's norm of the embeddings is norm1 of the first
-    block, and the last norm of its last block is the norm of the model."""
+    block, and the last norm of its last block is the norm of the model.
+
+    With norm_after (Olmo Hybrid), a layer that keeps keys is x + norm(mixer(x)), then x + norm(MLP(x))."""
 
     def __init__(self, c, rule, cross=None, causal=True):
         super().__init__()
         self.post_norm = c.post_norm
+        self.norm_after = c.norm_after and rule not in MATRIX
         self.norm1 = layer_norm(c)
         self.norm2 = layer_norm(c)
         self.convs = nn.ModuleList()
@@ -1031,11 +1043,19 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def branch(self, norm, x):
-        """x -> base, input: the result will be base + branch(input)"""
+        """x -> base, input: the result will be base + ended(norm, what the branch makes of the input)"""
+        if self.norm_after:
+            return x, x
         u = norm(x)
         if self.post_norm:
             return u, u
         return x, u
+
+    def ended(self, norm, y):
+        """What a branch adds, given what it computed, y: with norm_after its norm"""
+        if self.norm_after:
+            return norm(y)
+        return y
 
     def convolve(self, i, x, state, real=None):
         """x (B, T, n_embd) -> its convolution, if the model has any. Its part of `state` is replaced. i is 0
@@ -1053,16 +1073,16 @@ class Block(nn.Module):
         x, u = self.branch(self.norm1, x)
         u = self.convolve(0, u, state, real)
         y, state['mixer'] = self.mixer(u, state.get('mixer'), t, real)
-        return self.after_mixer(x + y, state, t, real), state
+        return self.after_mixer(x + self.ended(self.norm1, y), state, t, real), state
 
     def after_mixer(self, x, state, t, real):
         """x (B, T, n_embd), with what the mixer adds -> x, with what cross attention and MLP add"""
         if self.cross is not None:
             x, u = self.branch(self.norm3, x)
-            x = x + self.cross(u, state['cross'], t)
+            x = x + self.ended(self.norm3, self.cross(u, state['cross'], t))
         x, u = self.branch(self.norm2, x)
         u = self.convolve(1, u, state, real)
-        return x + self.dropout(self.down(self.act(self.up(u))))
+        return x + self.ended(self.norm2, self.dropout(self.down(self.act(self.up(u)))))
 
 
 # ---- the model ---------------------------------------------------------------------------------------------
@@ -1401,11 +1421,13 @@ class Undrawn(TorchFunctionMode):
         return f(*args, **kwargs)
 
 
-def load(source, device='cpu', revision='main', check=None, **changes):
+def load(source, device='cpu', revision='main', check=None, dtype=torch.float32, **changes):
     """Load a checkpoint, a folder in the hub's layout, or a model on the hub, by name -> model, meta. The
     model is in eval mode, and several threads may use it.
     meta: data (name, tokenizer, ...), step, config, and tensors, which `save` got as extra. changes: flags of
     Config. check: a function that gets the Config and meta before the weights are read, which takes seconds.
+    dtype: what the weights of a folder become; those in bfloat16 then never take the memory of fp32, and
+    `in_bfloat16` is to follow.
     ValueError, with the source, if something is missing, damaged or of another kind."""
     source = str(source)
     folder = None
@@ -1433,7 +1455,7 @@ def load(source, device='cpu', revision='main', check=None, **changes):
     model = unfilled(config, saved, source)
     if folder:
         with Undrawn():                 # all of the folder's, whatever the flags say
-            weights = folder.tensors(GPT(saved).state_dict())
+            weights = folder.tensors(GPT(saved).state_dict(), dtype)
     put_weights(model, weights, saved, source, changes)
     return model.to(device).eval(), meta
 

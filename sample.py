@@ -622,7 +622,8 @@ def main(argv):
     if args.threads:
         torch.set_num_threads(args.threads)
     device = pick_device(args.device)
-    model, meta = load(args.init, device, check=functools.partial(refuse_early, args, given, swap), **swap)
+    model, meta = load(args.init, device, check=functools.partial(refuse_early, args, given, swap),
+                       dtype=getattr(torch, args.dtype), **swap)
     c = model.config
     if c.overflow and c.overflow != meta['config']['overflow']:
         aside(f'--overflow={c.overflow}: untrained, new weights; convert.py --recipe=hybrid trains some')

@@ -93,7 +93,7 @@ def watched(layer, block, x, real, encoder_real, source=None):
     u = block.convolve(0, u, state, padded)
     q, k, v = mixer.heads(u)
     o, _ = mixer.memory(u, q, k, v, real=padded)
-    mixed = base + mixer.merge(o, u)
+    mixed = base + block.ended(block.norm1, mixer.merge(o, u))
     y = block.after_mixer(mixed, state, 0, padded)
     yield Seen(f'{layer}.mixer', layer, mixer, x, u, q, k, v, o, real, encoder_real, source, y)
     if block.cross is not None:

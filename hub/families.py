@@ -1,5 +1,5 @@
-"""GPT-2, Llama, Mistral, Qwen2, Qwen3, Qwen3.5, BERT, ViT: how the hub stores each, as a table that is used
-in both directions.
+"""GPT-2, Llama, Mistral, Qwen2, Qwen3, Qwen3.5, Olmo Hybrid, BERT, ViT: how the hub stores each, as a
+table that is used in both directions.
 
     kind, config = kind_and_config(json.load(open('FOLDER/config.json')))       # of Config; ends, labels
     published(kind, config)                                             # and back
@@ -17,6 +17,7 @@ from typing import NamedTuple
 from common.flags import by_layer
 
 ALL_SOFTMAX = {'full_attention': 'softmax'}
+WITH_MATRIX = {**ALL_SOFTMAX, 'linear_attention': 'gated_delta'}
 NONE = {}
 
 
@@ -36,7 +37,8 @@ class Family(NamedTuple):
     absent: dict = NONE     # what entries about the kinds of layers are, where config.json has none
 
 
-PLAIN = {'conv': 0, 'qk_norm': False, 'qkv_bias': False, 'cache_gate': ''}
+PLAIN = {'conv': 0, 'qk_norm': False, 'qk_norm_all': False, 'norm_after': False, 'qkv_bias': False,
+         'cache_gate': ''}
 DECODER = {**PLAIN, 'causal': True, 'encoder': 0, 'classes': 0, 'patch': 0, 'post_norm': False}
 ENCODER = {**PLAIN, 'causal': False, 'pool': 'first', 'pos': 'learned', 'act': 'gelu-erf', 'bias': True,
            'rms': False, 'n_kv_head': 0, 'head_dim': 0, 'rope_share': 1.0, 'tied': True}
@@ -84,6 +86,22 @@ QWEN35_MATRIX = {
     'blocks.{i}.mixer.memory.gates.bias_f': 'model.layers.{i}.linear_attn.dt_bias',
     'blocks.{i}.mixer.out_norm.weight': 'model.layers.{i}.linear_attn.norm.weight',
     'blocks.{i}.mixer.proj.weight': 'model.layers.{i}.linear_attn.out_proj.weight'}
+OLMO = {        # in layers of softmax norms come after, in those with a matrix before
+    'blocks.{i}.norm1.weight': 'model.layers.{i}.post_attention_layernorm.weight',
+    'blocks.{i}.norm2.weight': 'model.layers.{i}.post_feedforward_layernorm.weight'}
+OLMO_MATRIX = {
+    **{name: LLAMA.names[name] for name in OLMO},
+    'blocks.{i}.mixer.qkv.weight': 'model.layers.{i}.linear_attn.(q|k|v)_proj.weight',
+    'blocks.{i}.mixer.conv.weight': 'model.layers.{i}.linear_attn.(q|k|v)_conv1d.weight.conv',
+    'blocks.{i}.mixer.gate.weight': 'model.layers.{i}.linear_attn.g_proj.weight',
+    'blocks.{i}.mixer.memory.gates.proj.weight': 'model.layers.{i}.linear_attn.[b|a]_proj.weight',
+    'blocks.{i}.mixer.memory.gates.log_rate': 'model.layers.{i}.linear_attn.A_log',
+    'blocks.{i}.mixer.memory.gates.bias_f': 'model.layers.{i}.linear_attn.dt_bias',
+    'blocks.{i}.mixer.out_norm.weight': 'model.layers.{i}.linear_attn.o_norm.weight',
+    'blocks.{i}.mixer.proj.weight': 'model.layers.{i}.linear_attn.o_proj.weight'}
+MATRIX_SIZES = {'qkv_conv': 'linear_conv_kernel_dim', 'key_heads': 'linear_num_key_heads',
+                'value_heads': 'linear_num_value_heads', 'key_dim': 'linear_key_head_dim',
+                'value_dim': 'linear_value_head_dim'}
 FAMILIES = {
     'gpt2': Family(
         names={'embed.weight': 'transformer.wte.weight',
@@ -121,15 +139,19 @@ FAMILIES = {
         known={'hidden_act': ('silu',), 'attention_bias': NO}, **SMALLER),
     'qwen3_5_text': LLAMA._replace(     # for text alone, its rope of three axes is a plain one
         names={**LLAMA.names, **QWEN35}, linear=QWEN35_MATRIX,
-        entries={**LLAMA.entries, 'rope_share': 'partial_rotary_factor', 'qkv_conv': 'linear_conv_kernel_dim',
-                 'key_heads': 'linear_num_key_heads', 'value_heads': 'linear_num_value_heads',
-                 'key_dim': 'linear_key_head_dim', 'value_dim': 'linear_value_head_dim'},
+        entries={**LLAMA.entries, **MATRIX_SIZES, 'rope_share': 'partial_rotary_factor'},
         usual={**LLAMA.usual, 'block_size': 32768, 'n_kv_head': 4, 'head_dim': 256, 'rope_share': 0.25,
                'qkv_conv': 4},
         config={**DECODER, 'pos': 'rope', 'act': 'swiglu', 'bias': False, 'rms': True, 'qk_norm': True,
                 'cache_gate': 'sigmoid', 'out_gate': 'silu', 'phi': 'identity', 'beta_max': 1.0},
         known={'hidden_act': ('silu',), 'attention_bias': NO, 'attn_output_gate': (True,)},
-        rules={**ALL_SOFTMAX, 'linear_attention': 'gated_delta'}),
+        rules=WITH_MATRIX),
+    'olmo_hybrid': LLAMA._replace(
+        names={**LLAMA.names, **OLMO}, linear=OLMO_MATRIX, entries={**LLAMA.entries, **MATRIX_SIZES},
+        usual={**LLAMA.usual, 'block_size': 65536, 'qkv_conv': 4},
+        config={**LLAMA.config, 'pos': 'none', 'qk_norm': True, 'qk_norm_all': True, 'norm_after': True,
+                'out_gate': 'silu', 'phi': 'identity', 'beta_max': 2.0},
+        known={**LLAMA.known, 'linear_allow_neg_eigval': (True,), 'rope_theta': (None,)}, rules=WITH_MATRIX),
     'bert': Family(     # our layer begins with the norm that ends their previous layer
         names={'embed.weight': 'bert.embeddings.word_embeddings.weight',
                'positions.weight': 'bert.embeddings.position_embeddings.weight',
@@ -168,7 +190,7 @@ FAMILIES = {
 
 WRITTEN = {'gpt2': 'GPT2LMHeadModel', 'llama': 'LlamaForCausalLM', 'mistral': 'MistralForCausalLM',
            'qwen2': 'Qwen2ForCausalLM', 'qwen3': 'Qwen3ForCausalLM', 'qwen3_5_text': 'Qwen3_5ForCausalLM',
-           'bert': 'BertModel'}
+           'olmo_hybrid': 'OlmoHybridForCausalLM', 'bert': 'BertModel'}
 ALLOWED = {    # by the default of an entry: allowed types, bound below, in words
     type(None): ((int,), 0, 'a whole number of at least 1'),
     int: ((int,), -1, 'a whole number of at least 0'),
@@ -221,6 +243,9 @@ def parts(theirs, x, config):
     if len(their_names) == 3:                               # queries, then keys and values
         n_query = config['n_head'] * width_of_head(config)
         cuts = [n_query, (n + n_query) // 2]
+        if '.linear_attn.' in theirs:                       # queries are as wide as keys
+            n_query = config['key_heads'] * config['key_dim']
+            cuts = [n_query, 2 * n_query]
     return dict(zip(their_names, x.tensor_split(cuts)))
 
 
@@ -236,8 +261,12 @@ def kind_and_config(raw):
             raise ValueError(f'{key} {value}: a mixture of experts is not read')
     if kind not in FAMILIES:
         raise ValueError(f'model_type {kind}; known are GPT-2, Llama, Mistral, Qwen2, Qwen3, Qwen3.5 (its '
-                         'text model), BERT and ViT')
+                         'text model), Olmo Hybrid, BERT and ViT')
     family = FAMILIES[kind]
+    rope = {}
+    for key in 'rope_scaling', 'rope_parameters':           # older files, newer files
+        rope.update(raw.get(key) or {})
+    raw = {**raw, **rope}                                   # newer files have rope_theta in there
     for key, values in family.known.items():
         if raw.get(key, values[0]) not in values:
             raise ValueError(f'{key} {raw[key]}, expected {" or ".join(map(str, values))}')
@@ -252,18 +281,15 @@ def kind_and_config(raw):
             if config['causal']:
                 raise ValueError(f'{name}: a classifier is read from BERT and ViT; take the language model')
             config['classes'] = 1           # at least: the file says how many
-    rope = {}
-    for key in 'rope_scaling', 'rope_parameters':           # older files, newer files
-        rope.update(raw.get(key) or {})
     config['rope_scaling'] = scaling_of(rope)
-    raw = {**raw, **rope}                                   # newer files have rope_theta in there
     if 'rope_share' not in family.entries and raw.get('partial_rotary_factor') not in (None, 1):
         raise ValueError(f'partial_rotary_factor {raw["partial_rotary_factor"]}, expected 1')
     for field, key in family.entries.items():
         config[field] = entry(raw, key, family.usual.get(field))
     config.update(rules_of_layers(family, raw, config['n_layer']))
     if 'key_dim' in config:         # they divide q by sqrt(key_dim), so what we read is larger
-        config['out_eps'] = config['eps'] * config['key_dim']
+        eps = 1e-5 if kind == 'olmo_hybrid' else config['eps']
+        config['out_eps'] = eps * config['key_dim']
     if 'patch' in family.entries:                   # a picture model: ours counts numbers, 3 per pixel
         config['block_size'] = 3 * config['block_size'] ** 2
         config['patch'] = 3 * config['patch'] ** 2
@@ -338,6 +364,8 @@ def published(kind, config):
     if config['rope_scaling']:
         *factors, known = config['rope_scaling']
         raw['rope_scaling'] = {'rope_type': 'llama3', **dict(zip(LLAMA3, [*factors, int(known)]))}
+    if kind == 'olmo_hybrid':
+        raw['rope_theta'] = None            # transformers makes 10,000 of a missing one
     if config['classes']:
         raw['architectures'] = ['BertForSequenceClassification']
     return raw

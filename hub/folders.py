@@ -76,19 +76,22 @@ class Folder:
                                  'of at least 2 classes')
         return found
 
-    def tensors(self, like):
-        """All tensors in our names, in fp32. like: the state_dict of a softmax model"""
+    def tensors(self, like, dtype=torch.float32):
+        """All tensors in our names, of this type. like: the state_dict of a softmax model"""
+        if self.kind in ('bert', 'vit'):
+            dtype = torch.float32                           # their tensors are added up below
         table = names(self.kind, self.config, like)
         for name, theirs in table.items():
             for part in parts(theirs, like[name], self.config):
                 self.place(part)                            # before any is read, which may take minutes
         ours = {}
         for name, theirs in table.items():
-            ours[name] = torch.empty(like[name].shape)
+            ours[name] = torch.empty(like[name].shape, dtype=dtype)
             for part, view in parts(theirs, ours[name], self.config).items():
-                view.copy_(self.tensor(part, *view.shape))
-            if theirs.endswith('+1'):
-                ours[name] += 1
+                x = self.tensor(part, *view.shape)
+                if theirs.endswith('+1'):
+                    x = x.float() + 1                       # rounded once, if at all
+                view.copy_(x)
         if self.kind == 'bert':
             ours['positions.weight'] += self.tensor(TYPES, None, self.config['n_embd'])[:1]
         if self.kind == 'vit':                              # its pixels: x / 127.5 - 1; ours: x / 255
@@ -185,9 +188,12 @@ def files_of_weights(folder):
 
 def uniform_name(name):
     """The uniform name of a tensor. Some files leave out the first word; torch.compile and DataParallel put
-    their own in front. Older ones, as bert-base-uncased, call a LayerNorm's weight gamma, its bias beta."""
+    their own in front. Older ones, as bert-base-uncased, call a LayerNorm's weight gamma, its bias beta. Some
+    of Olmo Hybrid have the old names of its norms."""
     name = re.sub(r'^((_orig_mod|module)\.)*((transformer|model|bert|vit)\.)?(language_model\.)?', '', name)
     name = re.sub(r'LayerNorm\.gamma$', 'LayerNorm.weight', name)
+    name = name.replace('.attention_layer_norm.', '.input_layernorm.')
+    name = name.replace('.feedforward_layer_norm.', '.post_attention_layernorm.')
     return re.sub(r'LayerNorm\.beta$', 'LayerNorm.bias', name)
 
 
@@ -223,9 +229,9 @@ def to_folder(folder, tensors, config, data):
     given = as_object(texts, CONFIG)
     kind = family_of(config, given.get('model_type'))
     if kind is None:
-        raise ValueError('the hub has room for GPT-2, Llama, Mistral, Qwen2, Qwen3, Qwen3.5, BERT with its '
-                         'pooler alone: no convolutions before a layer, softmax in every layer but those of '
-                         'Qwen3.5; sample.py and model.load read others')
+        raise ValueError('the hub has room for GPT-2, Llama, Mistral, Qwen2, Qwen3, Qwen3.5, Olmo Hybrid, '
+                         'BERT with its pooler alone: no convolutions before a layer, softmax in every layer '
+                         'but those of Qwen3.5 and Olmo; sample.py and model.load read others')
     if data.json and not {TOKENIZER, WORDS} & texts.keys():
         texts[TOKENIZER] = data.json
     raw = {key: x for key, x in given.items() if key not in OF_WEIGHTS}

@@ -195,8 +195,7 @@ def beside_caches(args, suite):
     own = {}
     for source, student in convert.models_beside(args.beside, path, meta['data'], args.device):
         models |= dict(convert.caches(teacher, student, max(args.lengths)))
-        forms = {source: student}
-        forms |= {f'{source}, {policy}': model for policy, model in convert.other_policies(student)}
+        forms = convert.under_policies(source, student)
         models |= forms
         own |= dict.fromkeys(forms, source)
     lines, by_position = recovered_in_a_text(args, path, meta, models, own)

@@ -104,7 +104,7 @@ def far_along_a_text(args, suite):
     for form, (policy, positions) in only(args, suite.lines).items():
         models[form] = with_cache(teacher, policy, size, positions=positions)
     for source, model in convert.models_beside(args.beside, path, data, args.device):
-        models[f'{",".join(dict.fromkeys(model.config.rules))}: {source}'] = model
+        models |= convert.under_policies(f'{",".join(dict.fromkeys(model.config.rules))}: {source}', model)
     in_rows = nats_in_pieces(args, teacher, x, y, block, 'in rows')
     rows = list(nats_by_position('softmax, in rows', in_rows, block))
     base = {row['position']: row['perplexity'] for row in rows}
