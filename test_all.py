@@ -5106,6 +5106,30 @@ def test_downloads_end_whole_or_not_at_all(fault, times, hits, tmp_path, monkeyp
         prepare.load_set('trec', str(tmp_path / 'down'))
 
 @slow
+def test_soak_kill_9_leaves_a_checkpoint_that_loads(tmp_path):
+    """A process that does nothing but save is killed 200 times, most of them in the middle of it."""
+    path, models = str(tmp_path / 'ckpt.safetensors'), [GPT(Config(n_layer=2, n_embd=64)) for _ in range(2)]
+    about = dict(data=Data('byte', 256, 'none'))
+    save(path, models[0], {**about, 'step': 0})
+    middle, rng = 0, np.random.default_rng(0)
+    for _ in range(200):
+        child = os.fork()
+        if not child:
+            for i in range(10 ** 6):
+                save(path, models[i % 2], {**about, 'step': i})
+        time.sleep(rng.uniform(.002, .05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        left = {*tmp_path.iterdir()} - {Path(path)}
+        middle += bool(left)
+        assert all(part.match('ckpt.safetensors.*.part') for part in left)
+        for part in left:
+            shutil.rmtree(part)
+        loaded, meta = load(path)
+        assert torch.equal(loaded.embed.weight, models[meta['step'] % 2].embed.weight)
+    assert middle > 20
+
+@slow
 @pytest.mark.parametrize('rule, last', [('gated_delta', 0), ('sink', 124), ('h2o', 64), ('tova', 0)])
 def test_soak_20000_tokens_in_constant_memory(rule, last):
     """Of each kind of state. Rows know their true positions, and those of the last tokens are there."""
