@@ -55,7 +55,7 @@ from common.flags import briefly, by_layer, flag, parse, plural, refuse, subset,
 from common.machine import commit, pick_device
 from common.terminal import progress, table
 from common.watch import compared, has_weights, through
-from common.weights import is_state, read_tensors, state_bytes, weights_digest
+from common.weights import read_tensors, state_bytes, weights_digest
 from data import prepare
 from data.kinds import Data
 from fastweight import RULES
@@ -652,8 +652,7 @@ def share(row, base):
 
 def stages(out):
     """The checkpoints of a stopped conversion in folder `out`, one per stage."""
-    paths = glob.glob(os.path.join(glob.escape(out), 'stage-*.safetensors'))
-    return sorted(path for path in paths if not is_state(path))
+    return sorted(glob.glob(os.path.join(glob.escape(out), 'stage-*.safetensors')))
 
 
 def forget(paths):

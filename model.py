@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 import fastweight
 from common.errors import of_package
 from common.flags import briefly, by_layer, expected, fits, flag, known, refuse, subset, typed
+from common.terminal import progress
 from common.weights import map_state, one_tensor, read_meta, read_tensors, write_tensors
 from data import vocabulary
 from data.kinds import Data
@@ -161,13 +162,13 @@ class Config:
         yield self.turns() and turned % 2, (
             f'--n_embd={self.n_embd} --n_head={self.n_head} --head_dim={self.head_dim}: rope turns pairs, so '
             f'it takes an even number of channels of a head, not {turned:g}; or --pos=none')
-        yield self.value_heads % (self.key_heads or 1), (
-            f'key_heads={self.key_heads} does not divide value_heads={self.value_heads}')
-        yield self.qkv_conv and (self.encoder or not self.causal), (
-            f'--qkv_conv={self.qkv_conv} with --encoder={self.encoder} --causal={self.causal}: it is for a '
-            'text that is read step by step; leave it out')
-        yield self.n_head % (self.n_kv_head or 1), (
-            f'n_kv_head={self.n_kv_head} does not divide --n_head={self.n_head}')
+        for part, whole in ('key_heads', 'value_heads'), ('n_kv_head', 'n_head'):
+            yield getattr(self, whole) % (getattr(self, part) or 1), (
+                f'{part}={getattr(self, part)} does not divide {whole}={getattr(self, whole)}')
+        for name, without in ('qkv_conv', 0), ('writes', 1):
+            yield getattr(self, name) > without and (self.encoder or not self.causal), (
+                f'--{name}={getattr(self, name)} with --encoder={self.encoder} --causal={self.causal}: it is '
+                'for a text that is read step by step; leave it out')
         scaling = self.rope_scaling
         yield scaling and (len(scaling) != 4 or min(scaling) <= 0 or scaling[1] >= scaling[2]), (
             f'rope_scaling={scaling}: expected factor, low, high, n, all above 0, low below high')
@@ -177,9 +178,6 @@ class Config:
             'take fewer heads, or --out_norm=false')
         yield self.layers.count(',') >= self.n_layer, (
             f'--layers={self.layers}: more rules than --n_layer={self.n_layer} layers')
-        yield self.writes > 1 and (self.encoder or not self.causal), (
-            f'--writes={self.writes} with --encoder={self.encoder} --causal={self.causal}: it is for a text '
-            'that is read step by step; leave it out')
         yield self.writes > 1 and self.pos == 'rope', (
             f'--writes={self.writes} with --pos=rope: a place has several keys; take another --pos')
         yield kept and not self.cache and not over, '--cache=0: give at least 1, or --overflow takes them all'
@@ -351,30 +349,20 @@ def speeds(half, theta, scaling, device):
     return w
 
 
-def angles(pos, half, theta=1e4, scaling=()):
-    """cos and sin of the angles of `rope` at the positions pos (.., T), each (.., T, half), fp32. Whole turns
-    are taken off in fp64: in fp32, the angle at position 10^7 is wrong by up to one radian."""
+def rope(x, pos, theta=1e4, scaling=(), share=1.0):
+    """Rotate the pairs (x_i, x_{i+r/2}) by the angle pos theta^(-2i/r), r = share d; channels from r on stay
+    as they are. Su 2021, arXiv:2104.09864. What q finds at k then depends only on the distance of their
+    positions. Whole turns are taken off in fp64: in fp32, the angle at position 10^7 is wrong by up to one
+    radian.
+    x (B, H, T, d), r even   pos (.., T)   theta, scaling: as in `speeds`  ->  like x"""
+    half = int(share * x.shape[-1]) // 2
     exact = torch.float32 if pos.device.type == 'mps' else torch.float64    # which has no fp64
     angle = pos[..., None].to(exact) * speeds(half, theta, scaling, pos.device).to(exact)
     angle = angle.remainder(2 * math.pi).float()
-    return angle.cos(), angle.sin()
-
-
-def rotated(x, cos, sin):
-    """x (B, H, T, d) with its pairs (x_i, x_{i+r/2}), i < r/2, rotated by these `angles`. There is one for
-    each pair; channels from r on stay as they are."""
-    cos = cos.to(x.dtype)
-    sin = sin.to(x.dtype)
-    half = cos.shape[-1]
+    cos = angle.cos().to(x.dtype)
+    sin = angle.sin().to(x.dtype)
     a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)
-
-
-def rope(x, pos, theta=1e4, scaling=(), share=1.0):
-    """Rotate the pairs (x_i, x_{i+r/2}) by the angle pos theta^(-2i/r), r = share d. Su 2021,
-    arXiv:2104.09864. What q finds at k then depends only on the distance of their positions.
-    x (B, H, T, d), r even   pos (.., T)   theta, scaling: as in `speeds`  ->  like x"""
-    return rotated(x, *angles(pos, int(share * x.shape[-1]) // 2, theta, scaling))
 
 
 def start_bias(n_head, n, rate):
@@ -877,8 +865,7 @@ class Mixer(nn.Module):
         self.n = flags.get('writes', 1)                 # keys and values per token, in each head
         self.sizes = [n_query * self.key_dim, n_key * self.n * self.key_dim,
                       self.n_value * self.n * self.head_dim]
-        turned_by = {'theta': c.theta, 'scaling': c.rope_scaling}
-        self.angles = functools.partial(angles, half=int(c.rope_share * self.key_dim) // 2, **turned_by)
+        self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling, share=c.rope_share)
         self.qkv = nn.Linear(c.n_embd, sum(self.sizes), bias=c.bias or c.qkv_bias)
         width = flags.pop('qkv_conv', 0)
         self.conv = Conv(sum(self.sizes), width) if width else None
@@ -892,9 +879,8 @@ class Mixer(nn.Module):
             flags['key_dim'] = self.key_dim
             self.memory = FastWeights(rule, c.n_embd, self.n_value, self.head_dim, causal=causal, **flags)
         else:
-            turn = functools.partial(rope, share=c.rope_share, **turned_by)
-            self.memory = Cache(rule, c.n_embd, n_query, self.head_dim, n_kv=n_key, causal=causal, rope=turn,
-                                **flags)
+            self.memory = Cache(rule, c.n_embd, n_query, self.head_dim, n_kv=n_key, causal=causal,
+                                rope=self.turn, **flags)
         self.out_norm = None
         if c.out_norm and rule in MATRIX and not self.memory.normalise:   # else they are normalised already
             self.out_norm = nn.LayerNorm(self.head_dim, bias=False)
@@ -924,9 +910,8 @@ class Mixer(nn.Module):
         k = by_head(k, self.n * self.key_dim)
         if self.rope:
             steps = t + torch.arange(x.shape[1], device=x.device)
-            cos, sin = self.angles(steps)                       # of both
-            q = rotated(q, cos, sin)
-            k = rotated(k, cos, sin)
+            both = self.turn(torch.cat([q, k], 1), steps)
+            q, k = both.split([q.shape[1], k.shape[1]], 1)
         if k.shape[1] < self.n_value:
             q = for_heads(q, self.n_value)
             k = for_heads(k, self.n_value)
@@ -1252,14 +1237,12 @@ class GPT(nn.Module):
         return min((end for end in ends if end), default=None)
 
     @torch.no_grad()                                # not inference_mode: training may go on from the state
-    def read(self, tokens, state=None, segment=2048, tell=None):
+    def read(self, tokens, state=None, segment=2048, label=''):
         """Prefill: the state after tokens (B, T), for any T. It reads a `segment` at a time, so only the
-        cache of softmax grows with T. tell: a function that then gets the number of tokens read so far"""
+        cache of softmax grows with T. label: begins a progress bar, see `progress`"""
         segment = max(segment, self.config.source)  # a source is read whole
-        for i in range(0, tokens.shape[1], segment):
+        for i in progress(range(0, tokens.shape[1], segment), label, delay=4):
             _, state = self.hidden(tokens[:, i:i + segment], state)
-            if tell is not None:
-                tell(i + segment)
         return state
 
     @torch.inference_mode()

@@ -111,7 +111,8 @@ def encode(text, meta, special=False):
     unknown = sorted({unit for unit in text if unit not in ids})
     if unknown:
         words = ' or '.join(repr(u[:20]) for u in unknown[:10])
-        raise ValueError(f'there is no token for {words}')
+        numbers = '; its tokens are only numbers, as in --prompt="7 8"' if kind == 'ids' else ''
+        raise ValueError(f'there is no token for {words}{numbers}')
     return [ids[unit] for unit in text]
 
 
