@@ -161,13 +161,6 @@ def keep_state(args, model, meta, last, state):
     write_tensors(args.save_state, {**tensors, 'last': last}, about)
 
 
-def tell_lost(tokens, data):
-    """Say how many of the tokens of what a user wrote stand for letters that the tokenizer does not know."""
-    lost = vocabulary.lost(tokens, data)
-    if lost:
-        note(f'{lost:,} of {plural(len(tokens), "token")} stand for letters that the tokenizer does not know')
-
-
 def prompt_and_state(args, model, meta):
     """-> the tokens to read (B, T), the state before them, and the tokens that the first text begins with"""
     data = meta['data']
@@ -185,7 +178,7 @@ def prompt_and_state(args, model, meta):
         state = None
         prompt = vocabulary.encode(text, data, args.special)
         texts = [vocabulary.with_bos(prompt, data)] * args.samples
-    tell_lost(texts[0], data)
+    vocabulary.tell_lost(texts[0], data)
     return torch.tensor(texts, device=model.embed.weight.device), state, prompt
 
 
@@ -199,7 +192,7 @@ def classify(args, model, meta):
     names = dict(enumerate(data.labels))
     for text in texts:
         row = vocabulary.whole_text(text, data) or vocabulary.with_bos([], data)
-        tell_lost(row, data)
+        vocabulary.tell_lost(row, data)
         classes = classes_of(model, row, data)
         if args.lines:
             i, share = classes[0]
@@ -493,7 +486,7 @@ def answer(args, model, data, talk, said):
     if not text.startswith(talk.text):
         talk.forget()
     new = chat.token_ids(text[len(talk.text):], data)
-    tell_lost(new, data)
+    vocabulary.tell_lost(new, data)
     talk.heard += by_whom(new, [])
     ids = [token for token, _ in talk.heard[talk.read:]]
     if not ids:

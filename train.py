@@ -754,8 +754,7 @@ def show(model, data, args):
         written = [token.item() for token, _ in itertools.islice(texts, many)]
         written = itertools.takewhile(lambda token: token not in meta.ends, written)
         say(f'--- a sample ---\n{vocabulary.decode([*beginning, *written], meta)}\n---')
-    size = sum(file.stat().st_size for file in os.scandir(args.out))
-    say(f'{args.out} has {size / 1e6:.1f} MB; next: {next_command(args.out, meta)}')
+    say(f'next: {next_command(args.out, meta)}')
 
 
 # ---- the loop ----------------------------------------------------------------------------------------------
