@@ -2697,7 +2697,7 @@ def made(folder, x, y, ends, **more):
     return str(folder)
 
 @pytest.mark.parametrize('more, spoil, words', [
-    (dict(labels=3), None, 'labels is 3: not ours'), (dict(chars=['a']), None, '300 is not the number of chars'),
+    (dict(labels=3), None, 'labels is 3: not ours'), (dict(chars=['a']), None, '300 is not the number of its tokens'),
     (dict(classes=5), None, 'val.bin.*target 7|train.bin.*target 7'),         # a class that is none
     (dict(classes=8), lambda data: data[:-2] + b'\x2c\x01', 'more or fewer targets than one'),
     ({}, lambda data: b'\x2c\x01' + data[2:], 'holds token 300, the vocabulary ends at 299'),
@@ -2720,7 +2720,7 @@ def test_numbers_that_are_a_models_tokens_are_made_them_by_a_word(a_model, tmp_p
     folder = made(tmp_path, rows, rows, [6, 12], vocab_size=256, ignore=256)
     run = f'--init={a_model("--rule=softmax")}', f'--data={folder}', f'--out={tmp_path}/out', *TINY, '--steps=1'
     word = '"tokenizer": "byte"'
-    assert f'write {word} into its meta.json' in refused(capsys, train.main, *run)
+    assert 'not in the tokens wanted' in refused(capsys, train.main, *run)
     meta = tmp_path / 'meta.json'
     put(tmp_path, 'meta.json', meta.read_text().replace('"tokenizer": "ids"', word))
     assert train.main([*run]) == 0
