@@ -572,9 +572,9 @@ def cached_by(model, rules, **changes):
     return other.to(model.embed.weight.device).eval()       # buffers, too
 
 
-def caches(teacher, student, T):
-    """The teacher with limited caches, to compare with in rows of T -> names, models: the cache that stands
-    beside the student's matrix alone, and caches of as many bytes as all that the student keeps."""
+def caches(teacher, student):
+    """The teacher with limited caches, to compare with -> names, models: the cache that stands beside the
+    student's matrix alone, and caches of as many bytes as all that the student keeps."""
     c = student.config
     if not c.causal or c.source:
         return
@@ -584,7 +584,6 @@ def caches(teacher, student, T):
     _, heads, _, width, _ = c.heads('softmax')
     a_token = heads * (2 * 4 * width + 12)                  # key, value, position, sum of weights
     size = max((bytes for bytes, swapped in zip(kept, new) if swapped), default=0) // a_token
-    whole = ', nearly the whole row' if size > 0.9 * T else ''          # then they say little
     if c.overflow and c.cache:
         yield f'{c.cache} cached, no matrix', cached_by(teacher, c.rules, cache=c.cache, sinks=c.sinks,
                                                         positions=c.positions)
@@ -593,7 +592,7 @@ def caches(teacher, student, T):
         if (size, rules) != (c.cache, c.rules):
             positions = c.positions if policy == 'sink' else 'true'     # others would be read step by step
             model = cached_by(teacher, rules, cache=size, sinks=min(4, size - 1), positions=positions)
-            yield f'{size} cached by {policy}: as many bytes{whole}', model
+            yield f'{size} cached by {policy}: as many bytes', model
 
 
 def bytes_after(model, T):
@@ -1043,7 +1042,7 @@ def main(argv):
     tell_start(args, name, data, teacher, student, new)
     distilled = args.distil_steps if kind != 'none' else 0  # batches of stage 1
     run.add_line('teacher', teacher)
-    for cached, model in caches(teacher, student, data.T):
+    for cached, model in caches(teacher, student):
         run.add_line(cached, model)
     for source, model in beside:
         run.add_line(source, model)

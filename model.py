@@ -316,22 +316,20 @@ def pick_forms(impl='auto'):
     """'loop', 'chunk', 'fused' or 'auto' -> Forms: those of fastweight.py or of kernels.py, which then picks
     Triton or not. Besides bench.py and the tests only this function imports kernels.py. ValueError for
     'fused' without that file. Other errors of the import are raised as they are."""
-    definition = '--impl=loop runs fastweight.recurrent, the definition'
-    why = PLAIN.why
     if impl == 'loop':
         return Forms(fastweight.recurrent, why='loop (fastweight.recurrent, the definition, slow)')
     if impl != 'chunk':
         try:
             import kernels
             return Forms(kernels.chunked, kernels.bounded, kernels.longer, kernels.shifted_sum,
-                         f'fused (kernels.py: batched products, on a GPU Triton); {definition}')
+                         'fused (kernels.py: batched products, on a GPU Triton)')
         except ModuleNotFoundError as e:
             if e.name != 'kernels':
                 raise
             if impl == 'fused':
                 raise ValueError('--impl=fused: there is no kernels.py; --impl=chunk does without') from None
-            why += ', as there is no kernels.py'
-    return Forms(why=f'{why}; {definition}')
+            return Forms(why=f'{PLAIN.why}, as there is no kernels.py')
+    return PLAIN
 
 
 # ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
@@ -572,11 +570,9 @@ class FastWeights(nn.Module):
         k = wide(k)
         features = written['k']
         decays = {'write': written.get('write'), 'log_z': written.get('log_f')}
-        n = state.get('n')
-        if n is None and 'S' in state:
-            n = state['S'][:, :, -1:]
         ones = torch.ones_like(k[..., :1])
-        count, _ = self.recurrence(ones, ones, features, **decays, S=n if n is None else n.mT)
+        n = state['S'][:, :, -1:].mT if 'S' in state else None
+        count, _ = self.recurrence(ones, ones, features, **decays, S=n)
         total, M = self.recurrence(q, k, features, **decays, S=state.get('M'))      # count times q.c
         scores = total / for_heads(count, q.shape[1]).clamp(min=FLOOR) / math.sqrt(q.shape[-1])
         at_most_e40 = scores.clamp(max=40)      # sums of products of e^40 stay far below fp32's e^88
@@ -678,7 +674,8 @@ class FastWeights(nn.Module):
     def take(self, q, went, state):
         """Write the tokens that the cache beside this matrix evicts (see fastweight.bounded), and read. The
         mass of the keys is what would be read if all values were 1.
-        -> o (B, H, T, d), mass of the keys (B, H, T, 1), or per value channel; dict: S, n, with slots M"""
+        -> o (B, H, T, d), mass of the keys (B, H, T, 1), or per value channel; dict: S and n, or S with n as
+        its last rows, with slots M"""
         self.redraw(state)
         v = went['v']
         q, k, real, gates, more = self.taken(q, went, state)
@@ -698,22 +695,18 @@ class FastWeights(nn.Module):
 
     def as_mean(self, q, k, v, gates, state):
         """For `take`, with the other rules: a mean of the values, o divided by the mass. Ones are further
-        value channels, so that one recurrence computes both: n is the last rows of its state, the mass the
-        last channels of its output."""
+        value channels, so that one recurrence computes both: n is the last rows of S, the mass the last
+        channels of its output."""
         ones = torch.ones_like(v[..., :1])
         if self.rule.z or self.rule.write == 'channel':         # each value channel has its own mass
             ones = torch.ones_like(v)
             for name in ('write', 'log_z'):
                 if name in gates and gates[name].shape[-1] > 1:
                     gates[name] = torch.cat([gates[name], gates[name]], -1)
-        S = state.get('S')
-        if S is not None:
-            S = torch.cat([S, state['n']], 2)
-        sizes = v.shape[-1], ones.shape[-1]
-        o, S = self.recurrence(self.normaliser(q), self.normaliser(k), torch.cat([v, ones], -1), **gates, S=S)
-        total, mass = wide(o).split(sizes, -1)
-        S, n = S.split(sizes, 2)
-        return total / mass.clamp(min=1e-30), mass, {'S': S, 'n': n}
+        o, S = self.recurrence(self.normaliser(q), self.normaliser(k), torch.cat([v, ones], -1), **gates,
+                               S=state.get('S'))
+        total, mass = wide(o).split([v.shape[-1], ones.shape[-1]], -1)
+        return total / mass.clamp(min=1e-30), mass, {'S': S}
 
 
 class Cache(nn.Module):
@@ -722,7 +715,7 @@ class Cache(nn.Module):
     but the state is the cache: k, v and, if it is limited, pos, total (fastweight.bounded).
 
     With `overflow`, an evicted token is written into fast weights, by gates computed from its value; the
-    state then has their S and n, too. Cache and fast weights share one denominator:
+    state then has theirs, too. Cache and fast weights share one denominator:
     o = (sum e^s v + m o') / (sum e^s + m). The sums are over the cache. o' is the output of the fast weights
     and m the mass of their keys, times a learned factor e^(x W + b). As in LoLCATs for the window (Zhang
     2024, arXiv:2410.10254).
@@ -1056,7 +1049,7 @@ class GPT(nn.Module):
 
     A state has t, the next position (on the CPU; one for each text if they were joined), and layers, a list.
     Each layer is a dict of parts, each part a dict of tensors: mixer has S (with slots M, too), or a cache
-    (k, v; if it is limited pos, total; with overflow S and n); conv0 and conv1 have last; in a decoder, cross
+    (k, v; if it is limited pos, total; with overflow S, see `take`); conv0 and conv1 have last; in a decoder, cross
     has S, or k, v, real of the source. None is a fresh start."""
 
     def __init__(self, config):

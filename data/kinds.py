@@ -65,11 +65,11 @@ class Data:
 
     def as_dict(self):
         """What is not the default, for JSON."""
+        absent = Data()
         found = {}
         for of in dataclasses.fields(self):
-            default = of.default if of.default_factory is dataclasses.MISSING else of.default_factory()
             value = getattr(self, of.name)
-            if of.name in ('tokenizer', 'vocab_size') or value != default:
+            if of.name in ('tokenizer', 'vocab_size') or value != getattr(absent, of.name):
                 found[of.name] = value
         return found
 

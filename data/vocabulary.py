@@ -112,8 +112,9 @@ def encode(text, meta, special=False):
     unknown = sorted({unit for unit in text if unit not in ids})
     if unknown:
         words = ' or '.join(repr(u[:20]) for u in unknown[:10])
-        numbers = '; its tokens are only numbers, as in --prompt="7 8"' if kind == 'ids' else ''
-        raise ValueError(f'there is no token for {words}{numbers}')
+        if kind == 'ids':
+            words += '; its tokens are only numbers, as in --prompt="7 8"'
+        raise ValueError(f'there is no token for {words}')
     return [ids[unit] for unit in text]
 
 
@@ -265,8 +266,9 @@ def unknown_id(text):
 
 def tell_lost(tokens, meta, where=''):
     """Say how many of these tokens stand for letters that the tokenizer does not know."""
-    unknown = unknown_id(meta.json) if meta.json else None
-    lost = 0 if unknown is None else np.count_nonzero(np.asarray(tokens) == unknown)
+    if not meta.json:
+        return
+    lost = np.count_nonzero(np.asarray(tokens) == unknown_id(meta.json))        # None is none of them
     if lost:
         note(f'{where}{lost:,} of {plural(len(tokens), "token")} stand for letters that the tokenizer does '
              'not know. These are lost')

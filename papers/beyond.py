@@ -194,7 +194,7 @@ def beside_caches(args, suite):
     models = {'softmax': teacher}
     own = {}
     for source, student in convert.models_beside(args.beside, path, meta['data'], args.device):
-        models |= dict(convert.caches(teacher, student, max(args.lengths)))
+        models |= dict(convert.caches(teacher, student))
         forms = {source: student}
         forms |= {f'{source}, {policy}': model for policy, model in convert.other_policies(student)}
         models |= forms
