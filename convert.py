@@ -301,14 +301,6 @@ def what_to_match(wish, student, new):
     return wish
 
 
-def learners(student, new, which):
-    """Names of what stage 1 trains: the new parameters or, with `mixer`, all of mixers that have new ones."""
-    if which == 'new':
-        return new
-    mixers = tuple(f'{name}.' for name in changed(student, new))
-    return {name for name, _ in student.named_parameters() if name.startswith(mixers)}
-
-
 def unshare(student, names):
     """Copy what training will change, so that the teacher keeps its own: the parameters of these names, and
     random features, which are redrawn. With LoRA the other weights stay shared and need no memory."""
@@ -677,7 +669,7 @@ class Conversion:
         model.eval()
         exact, nats, kl = nats_and_kl(self.teacher, model, self.x, self.y, label, self.data.dtype)
         model.train(was_training)
-        self.by_row[what] = nats.mean(1)
+        self.by_row[what] = nats.mean(1, keepdim=True)
         return {'perplexity': math.exp(min(nats.mean().item(), 80)), **recovered(exact - nats),
                 'KL': kl.mean().item()}
 
@@ -944,7 +936,10 @@ def both_stages(run, teacher, student, new, kind, distilled):
     layers, query = compared('swapped', teacher, student, texts)
     done = []                                               # names of finished stages
     if distilled:
-        names = learners(student, new, args.learn)
+        names = new
+        if args.learn == 'mixer':
+            mixers = tuple(f'{name}.' for name in changed(student, new))
+            names = {name for name, _ in student.named_parameters() if name.startswith(mixers)}
         distil(run, teacher, student, names, kind, distilled, args.distil_lr)
         done.append(f'distil ({kind})')
         run.add_line(f'distilled ({kind})', student, *done, steps=distilled)
@@ -989,15 +984,11 @@ def models_beside(paths, of, data, device):
         yield source, model
 
 
-def over_the_best(run, name, others):
-    """The perplexity of a line of the table over that of the best of other lines, row by row -> the name of
-    the best, the ratio, its 95 % interval over rows. None where there are no others, or no text"""
-    if not (run.of_text and others):
-        return None
-    best = min(others, key=lambda other: run.by_row[other].mean())
-    over = recovered((run.by_row[name] - run.by_row[best])[:, None])
-    say(f'row by row, perplexity over that of the best of the others, {best}: {over["recovered"]:.3f} '
-        f'({over["low"]:.3f} to {over["high"]:.3f})')
+def over_the_best(nats, name, others):
+    """The perplexity of a model over that of the best of others, row by row -> the name of the best, the
+    ratio, its 95 % interval over rows. nats (rows, T) by name"""
+    best = min(others, key=lambda other: nats[other].mean())
+    over = recovered(nats[name] - nats[best])
     return best, over['recovered'], over['low'], over['high']
 
 
@@ -1050,7 +1041,11 @@ def main(argv):
             run.add_line(f'{source}, cached by {policy}', other)
     others = list(run.by_row)[1:]                           # but for the teacher
     layers, query = both_stages(run, teacher, student, new, kind, distilled)
-    over_best = over_the_best(run, run.table[-1]['model'], others)
+    over_best = None
+    if others:
+        over_best = over_the_best(run.by_row, run.table[-1]['model'], others)
+        say('row by row, perplexity over that of the best of the others, '
+            '{}: {:.3f} ({:.3f} to {:.3f})'.format(*over_best))
     plain = student.config
     if args.fold:
         student = fold(student)

@@ -641,9 +641,6 @@ def tell(log, text='', **figures):
     """Print a text, if there is one, and write its figures as one line of log.jsonl."""
     if text:
         say(text)
-    for name, x in figures.items():
-        if isinstance(x, float) and not math.isfinite(x):   # JSON has no NaN
-            figures[name] = None
     print(json.dumps(figures), file=log, flush=True)
 
 

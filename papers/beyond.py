@@ -139,9 +139,8 @@ def recovered_in_a_text(args, path, meta, models, own):
     for row in lines:
         if row['form'] in own:
             others = [form for form in nats if form != 'softmax' and own.get(form) != own[row['form']]]
-            best = min(others, key=lambda form: nats[form].mean())
-            over = convert.recovered(nats[row['form']] - nats[best])
-            row |= {'best other': best, 'over it': over['recovered'], 'from': over['low'], 'to': over['high']}
+            over = convert.over_the_best(nats, row['form'], others)
+            row |= dict(zip(['best other', 'over it', 'from', 'to'], over))
     return lines, by_position
 
 
