@@ -1049,8 +1049,8 @@ class GPT(nn.Module):
 
     A state has t, the next position (on the CPU; one for each text if they were joined), and layers, a list.
     Each layer is a dict of parts, each part a dict of tensors: mixer has S (with slots M, too), or a cache
-    (k, v; if it is limited pos, total; with overflow S, see `take`); conv0 and conv1 have last; in a decoder, cross
-    has S, or k, v, real of the source. None is a fresh start."""
+    (k, v; if it is limited pos, total; with overflow what `take` returns); conv0 and conv1 have last; in a
+    decoder, cross has S, or k, v, real of the source. None is a fresh start."""
 
     def __init__(self, config):
         super().__init__()

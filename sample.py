@@ -356,7 +356,7 @@ def show_text(before, held, data):
 def write_texts(args, model, data, first, state, prompt=None):
     """Write what comes after the tokens `first` (B, 1) and the state before them. A text ends with a token
     that ends texts, which does not count. prompt: the tokens before, if the one text is printed as it comes
-    -> the last tokens, their state, the tokens of each text, the number of steps, and the seconds they took"""
+    -> the last tokens, their state, the tokens of each text, the number of steps, the seconds they took"""
     ends = data.ends
     if args.save_state and args.samples > 1:                # in the state, no text stops before the others
         ends = []

@@ -46,7 +46,7 @@ def weights_digest(model, meta):
 
 
 def write_tensors(path, tensors, meta):
-    """Write tensors and a JSON-able dict into a file, with a digest of both. OSError if it cannot be written"""
+    """Write tensors and a JSON-able dict into a file, with a digest of both. OSError if that fails"""
     text = json.dumps(meta)
     write_safetensors(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
 
