@@ -674,7 +674,7 @@ class Conversion:
                 'KL': kl.mean().item()}
 
     def add_line(self, name, model, *done, steps=0):
-        """Add a line to the table and print it: how good a model is after these stages and steps."""
+        """Add a line to the table, print and log it: how good a model is after these stages and steps."""
         row = self.columns_of(model, name)
         seconds = sum(self.seconds[stage] for stage in done)
         self.table.append({'model': name, **row, 'tokens': steps * self.tokens,
@@ -684,7 +684,7 @@ class Conversion:
         else:
             text = (f'perplexity {row["perplexity"]:.4g}, recovered {row["recovered"]:.1%} a token '
                     f'({row["low"]:.1%} to {row["high"]:.1%})')
-        say(f'{name}: {text}')
+        tell(self.log, f'{name}: {text}', model=name, **row)
 
     def train_stage(self, stage, model, losses, steps, lr, new=(), parts=1):
         """Train one stage or control, from where a stopped conversion left it, on a CPU exactly. Parameters
