@@ -28,7 +28,7 @@ A model of train.py's default size takes six minutes on one core, controls inclu
 What is recovered is the teacher's perplexity over the student's (of a task: the student's accuracy over the
 teacher's). A recipe is a list of flags (RECIPES). Flags that you give override it. Writes ckpt.safetensors,
 log.jsonl, result.json (the student's figures) and convert.json into --out. convert.json has the tables, also
-by layer and per byte, and the attention weights of one query. Columns: `low`, `high`, a 95 % interval over
+by layer, and the attention weights of one query. Columns: `low`, `high`, a 95 % interval over
 rows; `to 512`, what is recovered among the tokens up to there in a row; `KL`, from the teacher's distribution
 to the model's, in nats; `of the tuned`, against the better of the two teachers trained on; `order kept`, how
 often weights rank two keys as q.k does. Beside stand caches without a matrix, of the same tokens and of as
@@ -55,15 +55,15 @@ from common.flags import briefly, by_layer, flag, parse, plural, refuse, subset,
 from common.machine import commit, pick_device
 from common.terminal import progress, table
 from common.watch import compared, has_weights, through
-from common.weights import is_state, read_tensors, state_bytes, weights_digest
+from common.weights import read_tensors, state_bytes, weights_digest
 from data import prepare
 from data.kinds import Data
 from fastweight import RULES
 from hub.folders import to_folder
 from model import GPT, SOURCE_RULES, Config, Cross, Undrawn, bias_of, cannot_train, fill, idle, load, save
 from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, Rows, adamw, blocks, cut_log,
-                   is_large, log_of, logits_at_once, next_command, of_part, pack_optimiser, predict,
-                   products_in, rows, say, score, tell, tell_step, tokens_at_once, training, unpack_optimiser)
+                   is_large, log_of, logits_at_once, next_command, pack_optimiser, predict, products_in, rows,
+                   say, score, tell, tell_step, tokens_at_once, training, unpack_optimiser)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -83,7 +83,7 @@ LARGE_RECIPES = RECIPES | {
     'cache': '--rule=sink --cache=253 --positions=compress --steps=488'}        # heads of 64
 LARGE = '--batch_size=1 --distil_steps=8 --steps=480 --eval_rows=16'        # defaults with all of these
 ATTENTIONS = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
-KEEP = 'costly', 'first', 'last', 'spread'              # which layers may stay softmax, see `stay`
+KEEP = 'costly', 'spread'               # which layers may stay softmax, see `stay`
 FIRST = 256                                             # tokens of the first range where it is judged
 COMPARED = 'sink', 'tova', 'h2o'                        # policies to compare with, see `caches`
 LONG = 1024                                             # most tokens per row without --row: T x T tensors
@@ -95,7 +95,6 @@ LORA_FASTER = 10                                        # its small matrices bea
 TEACHER_LRS = 1e-3, 1e-4                                # learning rates of the teacher that trains on
 LARGE_TEACHER_LRS = 1e-4, 3e-5                          # of a large one, which 1e-3 would destroy
 OFTEN = 'from recipe data steps distil_steps lora row dtype controls out export resume'    # first in --help
-IN_FILE = 'bits per byte', 'recovered a byte'           # columns that only convert.json shows
 RIDGE = 1e-2                                            # share of the mean square, see `balance`
 
 
@@ -124,8 +123,7 @@ class Args:
     loss: str = flag('kl', 'stage 2: predict the next token, or match the teacher (KL)', ['next', 'kl'])
     lora: int = flag(0, 'rank of LoRA on W_q, W_k, W_v, W_o in stage 2; 0: all weights', low=0, high=2 ** 17)
     batch_size: int = flag(4, 'rows per step', low=1, high=2 ** 20)
-    keep: str = flag('', 'layers that stay softmax: costly:4, those whose swap costs most; first:4, last:4, '
-                         'spread:4')
+    keep: str = flag('', 'layers that stay softmax: costly:4, those whose swap costs most, or spread:4')
     row: int = flag(0, 'tokens per row; 0: as in the teacher\'s training, at most 1,024; of a large model '
                        'at most 512', low=0, high=2 ** 24)
     eval_rows: int = flag(64, f'validation rows for each evaluation; of a classifier {TASK_ROWS}', low=2,
@@ -208,80 +206,67 @@ def rules_after(old, changes, places):
     return {**rules, **changes}
 
 
-def keys_in_matrix(memory, T, device):
-    """-> (T, T): whether query t finds key s in the matrix. Without a cache, as in an encoder, always."""
-    if memory.overflow is None:
-        return torch.ones(T, T, dtype=torch.bool, device=device)
-    t = torch.arange(T, device=device)
-    stay = memory.sinks * (memory.rule.keeps == 'sink')
-    in_matrix = t[:, None] - t >= memory.cache - stay           # the age at which the cache evicts a key
-    if memory.rule.keeps == 'sink':
-        in_matrix = in_matrix & (t >= memory.sinks)
-    return in_matrix
-
-
 @torch.no_grad()
 def begin_as(teacher, student, x):
     """Initialise new parameters from the teacher's attention on the tokens x (B, T): slots as clusters of its
     keys, gates by how far back the heads look (`remember`) and, beside a cache, the weight of the keys that
-    only the matrix has (`balance`). If T is too short for the cache to evict any, a layer stays as it is."""
+    only the matrix has (`balance`)."""
     for seen in through(teacher, x):
         twin = student.get_submodule(seen.name)
         memory = twin.memory
+        matrix = memory.overflow or memory
         swapped = seen.mixer.memory.rule.keeps              # the teacher has softmax there
-        matrix = memory.rule.matrix or memory.overflow is not None
-        if seen.crosses or not (swapped and matrix):        # positions of two texts have no distance
+        if seen.crosses or not (swapped and matrix.rule.matrix):        # positions of two texts: no distance
             continue
-        phi = (memory.overflow or memory).phi
-        if hasattr(phi, 'begin'):
-            phi.begin(seen.seen_by(twin)[1])
-        in_matrix = keys_in_matrix(memory, seen.q.shape[2], x.device)
-        if in_matrix.any():
-            remember(seen, memory)
-            if memory.overflow is not None:
-                balance(seen, twin, in_matrix)
+        if hasattr(matrix.phi, 'begin'):
+            matrix.phi.begin(seen.seen_by(twin)[1])
+        remember(seen, matrix.gates, beside_cache=memory.overflow is not None)
+        if memory.overflow is not None:
+            balance(seen, twin)
 
 
-def remember(seen, memory):
+def remember(seen, gates, beside_cache):
     """Set the gates so that the matrix remembers as far back as the teacher's head looks. A channel with
     f = 1 - 1/tau remembers about tau steps. The n channels of a head get different tau: for channel i it is
     the distance within which a share (i + 1/2) / n of the head's attention falls. Beside a cache, tau is the
     length of a row, so that a long text leaves states like those of training. W, which makes gates depend on
     the token, begins as 0. seen: what `through` yields for the teacher"""
-    gates = (memory.overflow or memory).gates
     biases = [getattr(gates, name) for name in ('bias_f', 'bias_z') if hasattr(gates, name)]    # (H, 1, n)
     if not biases:
         return
-    t = torch.arange(seen.q.shape[2], device=seen.q.device)
-    if memory.overflow is None:
+    _, H, T, _ = seen.q.shape
+    weight = seen.q.new_zeros(H, T)                         # attention per distance
+    if beside_cache:
+        weight[:, -1] = 1
+    else:
         a = seen.weights(seen.mixer)                        # (B, H, T, T)
         if seen.real is not None:
             a = a * seen.real[:, None, :, None]
+        t = torch.arange(T, device=a.device)
         distance = (t[:, None] - t).abs()
-        weight = a.new_zeros(a.shape[1], len(t))            # (H, T): attention per distance
         weight.index_add_(1, distance.flatten(), a.sum(0).flatten(1))
-        weight = weight.unflatten(0, (len(biases[0]), -1)).sum(1)       # heads that share a matrix: (G, T)
-        nearer = weight.cumsum(1) / weight.sum(1, keepdim=True).clamp(min=1e-30)
+    weight = weight.unflatten(0, (len(biases[0]), -1)).sum(1)           # heads that share a matrix: (G, T)
+    nearer = weight.cumsum(1) / weight.sum(1, keepdim=True).clamp(min=1e-30)
     for bias in biases:
         n = bias.shape[-1]
-        tau = torch.full((len(bias), n), len(t), device=t.device)
-        if memory.overflow is None:
-            wanted = (torch.arange(n, device=t.device) + 0.5) / n
-            tau = torch.searchsorted(nearer, wanted.expand(len(nearer), n).contiguous()) + 1
+        wanted = (torch.arange(n, device=weight.device) + 0.5) / n
+        tau = torch.searchsorted(nearer, wanted.expand(len(nearer), n).contiguous()) + 1
         bias.copy_(bias_of(tau.clamp(min=1.2), gates.rule.rate or 1.0)[:, None])
     gates.proj.weight.zero_()
 
 
-def balance(seen, twin, in_matrix):
+def balance(seen, twin):
     """Give the matrix beside a cache the weight that the teacher gives to the keys in it: the sum of their
     e^(q.k_s / sqrt(d)). The matrix itself computes another mass for them. log_mass, which is linear in the
     layer's input, begins as the least-squares fit to the log of the ratio, with a small penalty (ridge).
-    twin: the student's layer; seen: as for `remember`; in_matrix: the result of `keys_in_matrix`"""
+    twin: the student's layer, whose cache evicts by position; seen: as for `remember`"""
     memory = twin.memory
-    scores = seen.scores.masked_fill(~in_matrix, -math.inf)
-    wanted = scores.logsumexp(-1)                           # (B, H, T)
     q, k = seen.seen_by(twin)
     _, _, went, _ = memory.attend_and_evict(q, k, seen.v)
+    pos = went['pos'][0, 0]                                 # per step, what goes; -1: nothing. Heads agree
+    in_matrix = F.one_hot(pos + 1, len(pos) + 1)[:, 1:].cumsum(0) > 0           # (T, T): key s at step t
+    scores = seen.scores.masked_fill(~in_matrix, -math.inf)
+    wanted = scores.logsumexp(-1)                           # (B, H, T)
     _, mass, _ = memory.overflow.take(*memory.truly_turned(q, went), {})
     steps = in_matrix.any(-1)                               # those with keys in the matrix
     log_mass = mass.mean(-1)[:, :, steps].clamp(min=1e-30).log()
@@ -314,14 +299,6 @@ def what_to_match(wish, student, new):
     if wish == 'auto':
         wish = 'ce' if comparable else 'mse'
     return wish
-
-
-def learners(student, new, which):
-    """Names of what stage 1 trains: the new parameters or, with `mixer`, all of mixers that have new ones."""
-    if which == 'new':
-        return new
-    mixers = tuple(f'{name}.' for name in changed(student, new))
-    return {name for name, _ in student.named_parameters() if name.startswith(mixers)}
 
 
 def unshare(student, names):
@@ -368,8 +345,7 @@ def mismatch(kind, seen, student):
 
 def distil(run, teacher, student, names, kind, steps, lr):
     """Stage 1: train the parameters of these names on `mismatch` of this kind. Every layer gets the teacher's
-    input, so layers are independent, and backward holds the (T, T) matrices of only one at a time.
-    -> as `train_stage`"""
+    input, so layers are independent, and backward holds the (T, T) matrices of only one at a time."""
     data = run.data
 
     def losses(step):
@@ -395,10 +371,8 @@ def distil(run, teacher, student, names, kind, steps, lr):
         layer = f'{mixer.rpartition(".")[0]}.'
         if any(name.startswith(layer) for name in names):
             compared_by.add(mixer)
-    columns = run.train_stage(f'distil ({kind})', student, losses, steps, lr,
-                              parts=len(compared_by))
+    run.train_stage(f'distil ({kind})', student, losses, steps, lr, parts=len(compared_by))
     student.requires_grad_(True)
-    return columns
 
 
 # ---- stage 2: the whole model ------------------------------------------------------------------------------
@@ -448,8 +422,7 @@ def merge_lora(adapted):
 def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()):
     """Stage 2 and the controls: train on the targets or, with a teacher, on its distribution at the same
     positions, KL(teacher || model). All weights learn. With lora > 0, only LoRA of that rank and the
-    parameters in `new` learn. after: steps of the stage before, so that other rows are drawn.
-    -> as `train_stage`"""
+    parameters in `new` learn. after: steps of the stage before, so that other rows are drawn."""
     def losses(step):
         return run.data.losses(model, [None] * run.data.accum, after + step, teacher)
 
@@ -457,12 +430,9 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
     adapted = []
     if lora:
         adapted = adapt(model, lora, new)
-    columns = run.train_stage(stage, model, losses, steps, lr, new)
-    if lora:
-        merge_lora(adapted)
-        columns = None                                      # merged, sums round otherwise
+    run.train_stage(stage, model, losses, steps, lr, new)
+    merge_lora(adapted)
     model.requires_grad_(True)
-    return columns
 
 
 # ---- fold --------------------------------------------------------------------------------------------------
@@ -547,16 +517,17 @@ def nats_along(model, x, y, what, dtype=torch.float32):
 
 @torch.inference_mode()
 def nats_and_kl(teacher, model, x, y, what, dtype=torch.float32):
-    """As `nats_along`, and KL(teacher || model) at each position -> nats, KL (B, T)"""
-    nats = torch.empty(x.shape)
-    kl = torch.empty(x.shape)
+    """As `nats_along`, of both, and KL(teacher || model) at each position -> nats of the teacher, of the
+    model, KL (B, T)"""
+    exact, nats, kl = torch.empty(3, *x.shape)
     both = zip(logits_along(teacher, x, y, '', dtype), logits_along(model, x, y, what, dtype))
     for (_, wanted, _), (piece, logits, targets) in both:
         log_p = logits.log_softmax(-1)
         log_wanted = wanted.log_softmax(-1)
+        exact[piece] = F.nll_loss(log_wanted, targets, reduction='none').view_as(exact[piece])
         nats[piece] = F.nll_loss(log_p, targets, reduction='none').view_as(nats[piece])
         kl[piece] = F.kl_div(log_p, log_wanted, log_target=True, reduction='none').sum(-1).view_as(kl[piece])
-    return nats, kl
+    return exact, nats, kl
 
 
 def ranges(T, first):
@@ -569,17 +540,15 @@ def ranges(T, first):
         end *= 2
 
 
-def recovered(gain, meta):
-    """What a model has recovered of the teacher's perplexity -> columns of the table. gain (rows, T): nats of
-    the teacher less those of the model. `low` and `high` are a 95 % interval over rows. Then come the shares
-    among the first 256 tokens, from there to 512, to 1,024, ... The share per byte is the share per token to
-    the power tokens / bytes, so it looks better for the same model. Papers give it per token."""
+def recovered(gain):
+    """What a model has recovered of the teacher's perplexity per token -> columns of the table. gain (rows,
+    T): nats of the teacher less those of the model. `low` and `high` are a 95 % interval over rows. Then come
+    the shares among the first 256 tokens, from there to 512, to 1,024, ..."""
     by_row = gain.mean(1)
     mean = by_row.mean()
     half = 1.96 * by_row.std() / len(by_row) ** 0.5 if len(by_row) > 1 else math.inf
     row = {'recovered': mean.exp().item(), 'low': (mean - half).exp().item(),
            'high': (mean + half).exp().item()}
-    row['recovered a byte'] = row['recovered'] ** (meta.val['tokens'] / meta.val['bytes'])
     T = gain.shape[1]
     for start, end in ranges(T, FIRST) if T > FIRST else ():
         row[f'to {end:,}'] = gain[:, start:end].mean().exp().item()
@@ -595,9 +564,9 @@ def cached_by(model, rules, **changes):
     return other.to(model.embed.weight.device).eval()       # buffers, too
 
 
-def caches(teacher, student, T):
-    """The teacher with limited caches, to compare with in rows of T -> names, models: the cache that stands
-    beside the student's matrix alone, and caches of as many bytes as all that the student keeps."""
+def caches(teacher, student):
+    """The teacher with limited caches, to compare with -> names, models: the cache that stands beside the
+    student's matrix alone, and caches of as many bytes as all that the student keeps."""
     c = student.config
     if not c.causal or c.source:
         return
@@ -607,7 +576,6 @@ def caches(teacher, student, T):
     _, heads, _, width, _ = c.heads('softmax')
     a_token = heads * (2 * 4 * width + 12)                  # key, value, position, sum of weights
     size = max((bytes for bytes, swapped in zip(kept, new) if swapped), default=0) // a_token
-    whole = ', nearly the whole row' if size > 0.9 * T else ''          # then they say little
     if c.overflow and c.cache:
         yield f'{c.cache} cached, no matrix', cached_by(teacher, c.rules, cache=c.cache, sinks=c.sinks,
                                                         positions=c.positions)
@@ -616,7 +584,7 @@ def caches(teacher, student, T):
         if (size, rules) != (c.cache, c.rules):
             positions = c.positions if policy == 'sink' else 'true'     # others would be read step by step
             model = cached_by(teacher, rules, cache=size, sinks=min(4, size - 1), positions=positions)
-            yield f'{size} cached by {policy}: as many bytes{whole}', model
+            yield f'{size} cached by {policy}: as many bytes', model
 
 
 def bytes_after(model, T):
@@ -649,7 +617,7 @@ def share(row, base):
     """The share of a teacher that a model has recovered; row, base: their lines of the table. For a text it
     is the teacher's perplexity per token / the model's; else the model's accuracy / the teacher's. None if
     the teacher's accuracy is 0."""
-    if 'bits per byte' in row:
+    if 'accuracy' not in row:
         return base['perplexity'] / row['perplexity']
     if base['accuracy'] == 0:
         return None
@@ -658,8 +626,7 @@ def share(row, base):
 
 def stages(out):
     """The checkpoints of a stopped conversion in folder `out`, one per stage."""
-    paths = glob.glob(os.path.join(glob.escape(out), 'stage-*.safetensors'))
-    return sorted(path for path in paths if not is_state(path))
+    return sorted(glob.glob(os.path.join(glob.escape(out), 'stage-*.safetensors')))
 
 
 def forget(paths):
@@ -677,8 +644,9 @@ def learned(model):
 class Conversion:
     """One conversion: its data, the lines of its table, log.jsonl, and a checkpoint per stage for --resume.
     about: what the checkpoints say: the flags, the digests of teacher and data, and the tokens"""
-    def __init__(self, args, data, about):
+    def __init__(self, args, teacher, data, about):
         self.args = args
+        self.teacher = teacher
         self.data = data
         self.about = about
         self.seconds = {}                                   # per stage, including those before --resume
@@ -690,18 +658,14 @@ class Conversion:
             n -= (n - (data.meta.bos is None)) % data.T     # whole rows
         self.begin = blocks(n, data.T, data.meta, args.eval_rows)
         self.x, self.y = rows(data.val, self.begin, data.T, data.meta, data.device)
-        self.part = of_part(data.meta, self.y[self.y >= 0].tolist())    # the meta of these rows alone
-        self.teacher = None
-        self.teacher_nats = None                            # per token of these rows
-        self.judged = None                                  # the model judged last: its nats by row
-        self.by_row = {}                                    # those of each line of the table
+        self.by_row = {}                                    # of a text: each model's nats by row
         self.log = log_of(args)
         if not args.resume:
             forget(stages(args.out))                        # what a stopped conversion left
 
     def columns_of(self, model, what):
-        """Evaluate a model on --eval_rows rows, each from an empty state -> columns of the table. The first
-        model is the teacher: the others are compared with it. what: the model's name"""
+        """Evaluate a model beside the teacher on --eval_rows rows, each from an empty state -> columns of the
+        table. what: the model's name"""
         label = f'{what}, validation'
         if not self.of_text:
             loss, right = self.data.evaluate(model, self.begin, label=label)
@@ -709,23 +673,15 @@ class Conversion:
             return {**row, 'recovered': share(row, self.table[0] if self.table else row)}
         was_training = model.training
         model.eval()
-        if self.teacher is None:
-            self.teacher = model
-            self.teacher_nats = nats = nats_along(model, self.x, self.y, label, self.data.dtype)
-            kl = torch.zeros_like(nats)
-        else:
-            nats, kl = nats_and_kl(self.teacher, model, self.x, self.y, label, self.data.dtype)
+        exact, nats, kl = nats_and_kl(self.teacher, model, self.x, self.y, label, self.data.dtype)
         model.train(was_training)
-        self.judged = nats.mean(1)
-        mean = nats.mean().item()
-        return {'perplexity': math.exp(min(mean, 80)), 'bits per byte': self.part.bits_a_nat() * mean,
-                **recovered(self.teacher_nats - nats, self.part), 'KL': kl.mean().item()}
+        self.by_row[what] = nats.mean(1, keepdim=True)
+        return {'perplexity': math.exp(min(nats.mean().item(), 80)), **recovered(exact - nats),
+                'KL': kl.mean().item()}
 
-    def add_line(self, name, model, *done, steps=0, columns=None):
-        """Add a line to the table and print it: how good a model is after these stages and steps. columns:
-        those of `columns_of`, if they are known"""
-        row = columns or self.columns_of(model, name)
-        self.by_row[name] = self.judged
+    def add_line(self, name, model, *done, steps=0):
+        """Add a line to the table, print and log it: how good a model is after these stages and steps."""
+        row = self.columns_of(model, name)
         seconds = sum(self.seconds[stage] for stage in done)
         self.table.append({'model': name, **row, 'tokens': steps * self.tokens,
                            'minutes': round(seconds / 60, 2), 'state bytes': bytes_after(model, self.data.T)})
@@ -734,17 +690,16 @@ class Conversion:
         else:
             text = (f'perplexity {row["perplexity"]:.4g}, recovered {row["recovered"]:.1%} a token '
                     f'({row["low"]:.1%} to {row["high"]:.1%})')
-        say(f'{name}: {text}')
+        tell(self.log, f'{name}: {text}', model=name, **row)
 
     def train_stage(self, stage, model, losses, steps, lr, new=(), parts=1):
         """Train one stage or control, from where a stopped conversion left it, on a CPU exactly. Parameters
         in `new` get --faster times this lr. losses(step): as for `training`; the loss that is told is their
-        sum over `parts`  ->  the columns of the trained model; None if nothing was left to train"""
+        sum over `parts`. The model is judged every --eval_every steps; at the end `add_line` does that."""
         args = self.args
         path = f'{args.out}/stage-{re.sub("[^a-z0-9]+", "-", stage)}.safetensors'
         opt = adamw(model, lr, 0.0, self.data.device, new, args.faster)
         model.train()
-        columns = None
         first = 0
         if args.resume and os.path.exists(path):
             first = self.restore_stage(stage, path, model, opt)
@@ -763,11 +718,10 @@ class Conversion:
             if saves or stops:
                 header = {**self.about, 'step': done, 'seconds': self.seconds[stage]}
                 save(path, model, header, pack_optimiser(model, opt), learned(model))
-            if saves:
-                columns = self.columns_of(model, stage)
-                tell(self.log, stage=stage, step=done, tokens=done * self.tokens, **columns)
+            if saves and done < steps:
+                tell(self.log, stage=stage, step=done, tokens=done * self.tokens,
+                     **self.columns_of(model, stage))
         model.eval()
-        return columns
 
     def restore_stage(self, stage, path, model, opt):
         """Restore model and optimiser of a stopped stage -> the steps already done."""
@@ -794,29 +748,25 @@ def controls(run, teacher, config, steps):
     for lr in rates:
         twin = copy.deepcopy(teacher)
         stage = f'control: teacher, {lr:g}'
-        columns = finetune(run, stage, twin, steps, lr, lora=run.args.lora)
-        run.add_line(stage, twin, stage, steps=steps, columns=columns)
+        finetune(run, stage, twin, steps, lr, lora=run.args.lora)
+        run.add_line(stage, twin, stage, steps=steps)
     tuned = max(run.table[-len(rates):], key=lambda row: row['recovered'] or 0)
     torch.manual_seed(run.args.seed)
     anew = GPT(config).to(run.data.device)
     stage = 'control: from scratch'
-    columns = finetune(run, stage, anew, steps, LR)
-    run.add_line('control: student from scratch', anew, stage, steps=steps, columns=columns)
+    finetune(run, stage, anew, steps, LR)
+    run.add_line('control: student from scratch', anew, stage, steps=steps)
     for row in run.table:
         row['of the tuned'] = share(row, tuned)
 
 
 # ---- layers that stay softmax ------------------------------------------------------------------------------
 def stay(how, teacher, student, data, begin):
-    """Which of the teacher's softmax layers stay. how: costly:4, first:4, last:4 or spread:4. costly: those
-    whose swap alone costs most nats on the training rows that start at `begin`  ->  indices of layers"""
+    """Which of the teacher's softmax layers stay. how: costly:4 or spread:4. costly: those whose swap alone
+    costs most nats on the training rows that start at `begin`  ->  indices of layers"""
     kind, _, n = how.partition(':')
     n = int(n)
     layers = [i for i, rule in enumerate(teacher.config.rules) if rule == 'softmax']
-    if kind == 'first':
-        return layers[:n]
-    if kind == 'last':
-        return layers[-n:]
     if kind == 'spread':
         return [layers[(2 * i + 1) * len(layers) // (2 * n)] for i in range(n)]
     data = dataclasses.replace(data, val=data.train)
@@ -992,19 +942,22 @@ def both_stages(run, teacher, student, new, kind, distilled):
     layers, query = compared('swapped', teacher, student, texts)
     done = []                                               # names of finished stages
     if distilled:
-        names = learners(student, new, args.learn)
-        columns = distil(run, teacher, student, names, kind, distilled, args.distil_lr)
+        names = new
+        if args.learn == 'mixer':
+            mixers = tuple(f'{name}.' for name in changed(student, new))
+            names = {name for name, _ in student.named_parameters() if name.startswith(mixers)}
+        distil(run, teacher, student, names, kind, distilled, args.distil_lr)
         done.append(f'distil ({kind})')
-        run.add_line(f'distilled ({kind})', student, *done, steps=distilled, columns=columns)
+        run.add_line(f'distilled ({kind})', student, *done, steps=distilled)
         again, seen = compared('distilled', teacher, student, texts)
         layers += again
         query |= seen
     if args.steps:
         guide = teacher if args.loss == 'kl' else None
         unshare(student, new if args.lora else dict(student.named_parameters()))
-        columns = finetune(run, 'fine-tune', student, args.steps, args.lr, distilled, guide, args.lora, new)
+        finetune(run, 'fine-tune', student, args.steps, args.lr, distilled, guide, args.lora, new)
         done.append('fine-tune')
-        run.add_line('fine-tuned', student, *done, steps=distilled + args.steps, columns=columns)
+        run.add_line('fine-tuned', student, *done, steps=distilled + args.steps)
     return layers, query
 
 
@@ -1037,15 +990,11 @@ def models_beside(paths, of, data, device):
         yield source, model
 
 
-def over_the_best(run, name, others):
-    """The perplexity of a line of the table over that of the best of other lines, row by row -> the name of
-    the best, the ratio, its 95 % interval over rows. None where there are no others, or no text"""
-    if not (run.of_text and others):
-        return None
-    best = min(others, key=lambda other: run.by_row[other].mean())
-    over = recovered((run.by_row[name] - run.by_row[best])[:, None], run.part)
-    say(f'row by row, perplexity over that of the best of the others, {best}: {over["recovered"]:.3f} '
-        f'({over["low"]:.3f} to {over["high"]:.3f})')
+def over_the_best(nats, name, others):
+    """The perplexity of a model over that of the best of others, row by row -> the name of the best, the
+    ratio, its 95 % interval over rows. nats (rows, T) by name"""
+    best = min(others, key=lambda other: nats[other].mean())
+    over = recovered(nats[name] - nats[best])
     return best, over['recovered'], over['low'], over['high']
 
 
@@ -1086,18 +1035,22 @@ def main(argv):
     made_from = {'teacher': weights_digest(teacher, meta), 'data': data.meta.train['sha256']}
     about = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from,
              'data': meta['data']}
-    run = Conversion(args, data, about)
+    run = Conversion(args, teacher, data, about)
     tell_start(args, name, data, teacher, student, new)
     distilled = args.distil_steps if kind != 'none' else 0  # batches of stage 1
     run.add_line('teacher', teacher)
-    for cached, model in caches(teacher, student, data.T):
+    for cached, model in caches(teacher, student):
         run.add_line(cached, model)
     for source, model in beside:
         for form, other in under_policies(source, model).items():
             run.add_line(form, other)
     others = list(run.by_row)[1:]                           # but for the teacher
     layers, query = both_stages(run, teacher, student, new, kind, distilled)
-    over_best = over_the_best(run, run.table[-1]['model'], others)
+    over_best = None
+    if others:
+        over_best = over_the_best(run.by_row, run.table[-1]['model'], others)
+        say('row by row, perplexity over that of the best of the others, '
+            '{}: {:.3f} ({:.3f} to {:.3f})'.format(*over_best))
     plain = student.config
     if args.fold:
         student = fold(student)
@@ -1114,7 +1067,7 @@ def main(argv):
         controls(run, teacher, plain, distilled + args.steps)
 
     print()
-    table([{name: x for name, x in line.items() if name not in IN_FILE} for line in run.table])
+    table(run.table)
     print()
     if layers:
         table(means_over_layers(layers))

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 import fastweight
 from common.errors import of_package
 from common.flags import briefly, by_layer, expected, fits, flag, known, refuse, subset, typed
+from common.terminal import progress
 from common.weights import map_state, one_tensor, read_meta, read_tensors, write_tensors
 from data import vocabulary
 from data.kinds import Data
@@ -167,11 +168,12 @@ class Config:
         n_value = self.value_heads or self.n_head
         yield n_value % (self.key_heads or 1), (
             f'key_heads={self.key_heads} does not divide value_heads={n_value}')
-        yield self.qkv_conv and (self.encoder or not self.causal), (
-            f'--qkv_conv={self.qkv_conv} with --encoder={self.encoder} --causal={self.causal}: it is for a '
-            'text that is read step by step; leave it out')
         yield self.n_head % (self.n_kv_head or 1), (
             f'n_kv_head={self.n_kv_head} does not divide --n_head={self.n_head}')
+        for name, without in ('qkv_conv', 0), ('writes', 1):
+            yield getattr(self, name) > without and (self.encoder or not self.causal), (
+                f'--{name}={getattr(self, name)} with --encoder={self.encoder} --causal={self.causal}: it is '
+                'for a text that is read step by step; leave it out')
         scaling = self.rope_scaling
         yield scaling and (len(scaling) != 4 or min(scaling) <= 0 or scaling[1] >= scaling[2]), (
             f'rope_scaling={scaling}: expected factor, low, high, n, all above 0, low below high')
@@ -181,9 +183,6 @@ class Config:
             'take fewer heads, or --out_norm=false')
         yield self.layers.count(',') >= self.n_layer, (
             f'--layers={self.layers}: more rules than --n_layer={self.n_layer} layers')
-        yield self.writes > 1 and (self.encoder or not self.causal), (
-            f'--writes={self.writes} with --encoder={self.encoder} --causal={self.causal}: it is for a text '
-            'that is read step by step; leave it out')
         yield self.writes > 1 and self.pos == 'rope', (
             f'--writes={self.writes} with --pos=rope: a place has several keys; take another --pos')
         yield kept and not self.cache and not over, '--cache=0: give at least 1, or --overflow takes them all'
@@ -323,22 +322,20 @@ def pick_forms(impl='auto'):
     """'loop', 'chunk', 'fused' or 'auto' -> Forms: those of fastweight.py or of kernels.py, which then picks
     Triton or not. Besides bench.py and the tests only this function imports kernels.py. ValueError for
     'fused' without that file. Other errors of the import are raised as they are."""
-    definition = '--impl=loop runs fastweight.recurrent, the definition'
-    why = PLAIN.why
     if impl == 'loop':
         return Forms(fastweight.recurrent, why='loop (fastweight.recurrent, the definition, slow)')
     if impl != 'chunk':
         try:
             import kernels
             return Forms(kernels.chunked, kernels.bounded, kernels.longer, kernels.shifted_sum,
-                         f'fused (kernels.py: batched products, on a GPU Triton); {definition}')
+                         'fused (kernels.py: batched products, on a GPU Triton)')
         except ModuleNotFoundError as e:
             if e.name != 'kernels':
                 raise
             if impl == 'fused':
                 raise ValueError('--impl=fused: there is no kernels.py; --impl=chunk does without') from None
-            why += ', as there is no kernels.py'
-    return Forms(why=f'{why}; {definition}')
+            return Forms(why=f'{PLAIN.why}, as there is no kernels.py')
+    return PLAIN
 
 
 # ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
@@ -356,30 +353,20 @@ def speeds(half, theta, scaling, device):
     return w
 
 
-def angles(pos, half, theta=1e4, scaling=()):
-    """cos and sin of the angles of `rope` at the positions pos (.., T), each (.., T, half), fp32. Whole turns
-    are taken off in fp64: in fp32, the angle at position 10^7 is wrong by up to one radian."""
+def rope(x, pos, theta=1e4, scaling=(), share=1.0):
+    """Rotate the pairs (x_i, x_{i+r/2}) by the angle pos theta^(-2i/r), r = share d; channels from r on stay
+    as they are. Su 2021, arXiv:2104.09864. What q finds at k then depends only on the distance of their
+    positions. Whole turns are taken off in fp64: in fp32, the angle at position 10^7 is wrong by up to one
+    radian.
+    x (B, H, T, d), r even   pos (.., T)   theta, scaling: as in `speeds`  ->  like x"""
+    half = int(share * x.shape[-1]) // 2
     exact = torch.float32 if pos.device.type == 'mps' else torch.float64    # which has no fp64
     angle = pos[..., None].to(exact) * speeds(half, theta, scaling, pos.device).to(exact)
     angle = angle.remainder(2 * math.pi).float()
-    return angle.cos(), angle.sin()
-
-
-def rotated(x, cos, sin):
-    """x (B, H, T, d) with its pairs (x_i, x_{i+r/2}), i < r/2, rotated by these `angles`. There is one for
-    each pair; channels from r on stay as they are."""
-    cos = cos.to(x.dtype)
-    sin = sin.to(x.dtype)
-    half = cos.shape[-1]
+    cos = angle.cos().to(x.dtype)
+    sin = angle.sin().to(x.dtype)
     a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)
-
-
-def rope(x, pos, theta=1e4, scaling=(), share=1.0):
-    """Rotate the pairs (x_i, x_{i+r/2}) by the angle pos theta^(-2i/r), r = share d. Su 2021,
-    arXiv:2104.09864. What q finds at k then depends only on the distance of their positions.
-    x (B, H, T, d), r even   pos (.., T)   theta, scaling: as in `speeds`  ->  like x"""
-    return rotated(x, *angles(pos, int(share * x.shape[-1]) // 2, theta, scaling))
 
 
 def start_bias(n_head, n, rate):
@@ -591,11 +578,9 @@ class FastWeights(nn.Module):
         k = wide(k)
         features = written['k']
         decays = {'write': written.get('write'), 'log_z': written.get('log_f')}
-        n = state.get('n')
-        if n is None and 'S' in state:
-            n = state['S'][:, :, -1:]
         ones = torch.ones_like(k[..., :1])
-        count, _ = self.recurrence(ones, ones, features, **decays, S=n if n is None else n.mT)
+        n = state['S'][:, :, -1:].mT if 'S' in state else None
+        count, _ = self.recurrence(ones, ones, features, **decays, S=n)
         total, M = self.recurrence(q, k, features, **decays, S=state.get('M'))      # count times q.c
         scores = total / for_heads(count, q.shape[1]).clamp(min=FLOOR) / math.sqrt(q.shape[-1])
         at_most_e40 = scores.clamp(max=40)      # sums of products of e^40 stay far below fp32's e^88
@@ -699,7 +684,8 @@ class FastWeights(nn.Module):
     def take(self, q, went, state):
         """Write the tokens that the cache beside this matrix evicts (see fastweight.bounded), and read. The
         mass of the keys is what would be read if all values were 1.
-        -> o (B, H, T, d), mass of the keys (B, H, T, 1), or per value channel; dict: S, n, with slots M"""
+        -> o (B, H, T, d), mass of the keys (B, H, T, 1), or per value channel; dict: S and n, or S with n as
+        its last rows, with slots M"""
         self.redraw(state)
         v = went['v']
         q, k, real, gates, more = self.taken(q, went, state)
@@ -719,22 +705,18 @@ class FastWeights(nn.Module):
 
     def as_mean(self, q, k, v, gates, state):
         """For `take`, with the other rules: a mean of the values, o divided by the mass. Ones are further
-        value channels, so that one recurrence computes both: n is the last rows of its state, the mass the
-        last channels of its output."""
+        value channels, so that one recurrence computes both: n is the last rows of S, the mass the last
+        channels of its output."""
         ones = torch.ones_like(v[..., :1])
         if self.rule.z or self.rule.write == 'channel':         # each value channel has its own mass
             ones = torch.ones_like(v)
             for name in ('write', 'log_z'):
                 if name in gates and gates[name].shape[-1] > 1:
                     gates[name] = torch.cat([gates[name], gates[name]], -1)
-        S = state.get('S')
-        if S is not None:
-            S = torch.cat([S, state['n']], 2)
-        sizes = v.shape[-1], ones.shape[-1]
-        o, S = self.recurrence(self.normaliser(q), self.normaliser(k), torch.cat([v, ones], -1), **gates, S=S)
-        total, mass = wide(o).split(sizes, -1)
-        S, n = S.split(sizes, 2)
-        return total / mass.clamp(min=1e-30), mass, {'S': S, 'n': n}
+        o, S = self.recurrence(self.normaliser(q), self.normaliser(k), torch.cat([v, ones], -1), **gates,
+                               S=state.get('S'))
+        total, mass = wide(o).split([v.shape[-1], ones.shape[-1]], -1)
+        return total / mass.clamp(min=1e-30), mass, {'S': S}
 
 
 class Cache(nn.Module):
@@ -743,7 +725,7 @@ class Cache(nn.Module):
     but the state is the cache: k, v and, if it is limited, pos, total (fastweight.bounded).
 
     With `overflow`, an evicted token is written into fast weights, by gates computed from its value; the
-    state then has their S and n, too. Cache and fast weights share one denominator:
+    state then has theirs, too. Cache and fast weights share one denominator:
     o = (sum e^s v + m o') / (sum e^s + m). The sums are over the cache. o' is the output of the fast weights
     and m the mass of their keys, times a learned factor e^(x W + b). As in LoLCATs for the window (Zhang
     2024, arXiv:2410.10254).
@@ -886,8 +868,7 @@ class Mixer(nn.Module):
         self.n = flags.get('writes', 1)                 # keys and values per token, in each head
         self.sizes = [n_query * self.key_dim, n_key * self.n * self.key_dim,
                       self.n_value * self.n * self.head_dim]
-        turned_by = {'theta': c.theta, 'scaling': c.rope_scaling}
-        self.angles = functools.partial(angles, half=int(c.rope_share * self.key_dim) // 2, **turned_by)
+        self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling, share=c.rope_share)
         self.qkv = nn.Linear(c.n_embd, sum(self.sizes), bias=c.bias or c.qkv_bias)
         width = flags.pop('qkv_conv', 0)
         self.conv = Conv(sum(self.sizes), width) if width else None
@@ -901,9 +882,8 @@ class Mixer(nn.Module):
             flags['key_dim'] = self.key_dim
             self.memory = FastWeights(rule, c.n_embd, self.n_value, self.head_dim, causal=causal, **flags)
         else:
-            turn = functools.partial(rope, share=c.rope_share, **turned_by)
-            self.memory = Cache(rule, c.n_embd, n_query, self.head_dim, n_kv=n_key, causal=causal, rope=turn,
-                                **flags)
+            self.memory = Cache(rule, c.n_embd, n_query, self.head_dim, n_kv=n_key, causal=causal,
+                                rope=self.turn, **flags)
         self.out_norm = None
         if c.out_norm and rule in MATRIX and not self.memory.normalise:   # else they are normalised already
             self.out_norm = nn.LayerNorm(self.head_dim, bias=False)
@@ -933,9 +913,8 @@ class Mixer(nn.Module):
         k = by_head(k, self.n * self.key_dim)
         if self.rope:
             steps = t + torch.arange(x.shape[1], device=x.device)
-            cos, sin = self.angles(steps)                       # of both
-            q = rotated(q, cos, sin)
-            k = rotated(k, cos, sin)
+            both = self.turn(torch.cat([q, k], 1), steps)
+            q, k = both.split([q.shape[1], k.shape[1]], 1)
         if k.shape[1] < self.n_value:
             q = for_heads(q, self.n_value)
             k = for_heads(k, self.n_value)
@@ -1091,8 +1070,8 @@ class GPT(nn.Module):
 
     A state has t, the next position (on the CPU; one for each text if they were joined), and layers, a list.
     Each layer is a dict of parts, each part a dict of tensors: mixer has S (with slots M, too), or a cache
-    (k, v; if it is limited pos, total; with overflow S and n); conv0 and conv1 have last; in a decoder, cross
-    has S, or k, v, real of the source. None is a fresh start."""
+    (k, v; if it is limited pos, total; with overflow what `take` returns); conv0 and conv1 have last; in a
+    decoder, cross has S, or k, v, real of the source. None is a fresh start."""
 
     def __init__(self, config):
         super().__init__()
@@ -1272,14 +1251,12 @@ class GPT(nn.Module):
         return min((end for end in ends if end), default=None)
 
     @torch.no_grad()                                # not inference_mode: training may go on from the state
-    def read(self, tokens, state=None, segment=2048, tell=None):
+    def read(self, tokens, state=None, segment=2048, label=''):
         """Prefill: the state after tokens (B, T), for any T. It reads a `segment` at a time, so only the
-        cache of softmax grows with T. tell: a function that then gets the number of tokens read so far"""
+        cache of softmax grows with T. label: begins a progress bar, see `progress`"""
         segment = max(segment, self.config.source)  # a source is read whole
-        for i in range(0, tokens.shape[1], segment):
+        for i in progress(range(0, tokens.shape[1], segment), label, delay=4):
             _, state = self.hidden(tokens[:, i:i + segment], state)
-            if tell is not None:
-                tell(i + segment)
         return state
 
     @torch.inference_mode()

@@ -37,8 +37,8 @@ from common.errors import note, script
 from common.flags import briefly, flag, parse, plural, refuse
 from common.machine import pick_device, try_compiler
 from common.watch import through
-from common.weights import (map_state, pack, read_meta, read_tensors, refuse_target, state_bytes, unpack,
-                         weights_digest, write_tensors)
+from common.weights import (map_state, pack, read_meta, read_tensors, state_bytes, unpack, weights_digest,
+                         write_tensors)
 from data import vocabulary
 from fastweight import FLOOR, RULES
 from model import (GPT, CacheFlags, chosen_texts, idle, load, pick_forms, refuse_broken, sample, seen_by_k,
@@ -76,7 +76,6 @@ class Args:
 
 
 AT_ONCE = 64        # texts in a batch
-QUIET = 4           # seconds before it is said how far a prompt is read
 LOOK_BACK = 16      # at most this many tokens wait to be printed; this many before them help to decode
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'memory.html')
 ON_A_PAGE = 2048    # tokens at most
@@ -99,9 +98,6 @@ def task_of(args, config):
         raise ValueError(f'{args.init} translates: give --source="..."')
     if config.source:
         return 'translate'
-    if not (config.causal or config.classes):
-        raise ValueError(f'{args.init} is an encoder without classes: python train.py --init={args.init} '
-                         '--data=mine.tsv teaches it those of lines 0<TAB>text')
     if config.classes:
         return 'classify'
     if args.lines:
@@ -162,25 +158,10 @@ def keep_state(args, model, meta, last, state):
     write_tensors(args.save_state, {**tensors, 'last': last}, about)
 
 
-def refuse_letters(text, init, data):
-    """ValueError for a text of letters if the folder of the model had no tokenizer."""
-    if data.from_hub and data.tokenizer == 'ids' and not all(word.isdigit() for word in text.split()):
-        raise ValueError(f'{init} brings no tokenizer (tokenizer.json), so it reads only numbers of tokens, '
-                         'such as --prompt="7 8"')
-
-
-def tell_lost(tokens, data):
-    """Say how many of the tokens of what a user wrote stand for letters that the tokenizer does not know."""
-    lost = vocabulary.lost(tokens, data)
-    if lost:
-        note(f'{lost:,} of {plural(len(tokens), "token")} stand for letters that the tokenizer does not know')
-
-
 def prompt_and_state(args, model, meta):
     """-> the tokens to read (B, T), the state before them, and the tokens that the first text begins with"""
     data = meta['data']
     text = files.text_of(args.prompt)
-    refuse_letters(text, args.init, data)
     for word in data.special:
         if word in text and not args.special:
             note(f'{word} in --prompt is read as letters; --special reads it as a token')
@@ -194,7 +175,7 @@ def prompt_and_state(args, model, meta):
         state = None
         prompt = vocabulary.encode(text, data, args.special)
         texts = [vocabulary.with_bos(prompt, data)] * args.samples
-    tell_lost(texts[0], data)
+    vocabulary.tell_lost(texts[0], data)
     return torch.tensor(texts, device=model.embed.weight.device), state, prompt
 
 
@@ -207,9 +188,8 @@ def classify(args, model, meta):
         raise ValueError('--prompt: there is no text to classify')
     names = dict(enumerate(data.labels))
     for text in texts:
-        refuse_letters(text, args.init, data)
         row = vocabulary.whole_text(text, data) or vocabulary.with_bos([], data)
-        tell_lost(row, data)
+        vocabulary.tell_lost(row, data)
         classes = classes_of(model, row, data)
         if args.lines:
             i, share = classes[0]
@@ -373,23 +353,10 @@ def show_text(before, held, data):
     return held, []
 
 
-def read_prompt(model, tokens, state=None):
-    """`GPT.read`, but it says how far it is: a long prompt takes minutes."""
-    T = tokens.shape[1]
-    began = time.perf_counter()
-
-    def tell(n):
-        took = time.perf_counter() - began
-        if n < T and took > QUIET:
-            left = took * (T / n - 1) / 60
-            aside(f'{n:,} of {T:,} tokens read | eta {left:.1f} min')
-    return model.read(tokens, state, tell=tell)
-
-
 def write_texts(args, model, data, first, state, prompt=None):
     """Write what comes after the tokens `first` (B, 1) and the state before them. A text ends with a token
     that ends texts, which does not count. prompt: the tokens before, if the one text is printed as it comes
-    -> the last tokens, their state, the times at which steps began and ended, and the tokens of each text"""
+    -> the last tokens, their state, the tokens of each text, the number of steps, the seconds they took"""
     ends = data.ends
     if args.save_state and args.samples > 1:                # in the state, no text stops before the others
         ends = []
@@ -401,7 +368,8 @@ def write_texts(args, model, data, first, state, prompt=None):
     generate = generate_compiled if args.compile else GPT.generate
     draw = torch.Generator(first.device).manual_seed(args.seed)
     steps = generate(model, first, state, args.temperature, args.top_k, args.top_p, draw)
-    times = [time.perf_counter()]
+    began = time.perf_counter()
+    done = 0
     try:
         for _ in range(args.tokens):
             last, state = next(steps)
@@ -409,7 +377,7 @@ def write_texts(args, model, data, first, state, prompt=None):
                 ended[i] = ended[i] or token in ends
                 if not ended[i]:
                     texts[i].append(token)
-            times.append(time.perf_counter())
+            done += 1
             if all(ended):
                 break
             if prompt is not None:
@@ -417,9 +385,10 @@ def write_texts(args, model, data, first, state, prompt=None):
     except KeyboardInterrupt:
         if not (args.chat and sys.stdin.isatty()):          # then someone may go on with the chat
             raise
+    seconds = time.perf_counter() - began
     if prompt is not None:
         print(added(before, held, data), flush=True)
-    return last, state, times, texts
+    return last, state, texts, done, seconds
 
 
 def spoken(args):
@@ -469,7 +438,6 @@ def converse(args, model, meta):
     """A conversation and, however it ends, its page and what it took."""
     from hub import chat
     chat.refuse_silent(meta['data'])                        # before one has typed anything
-    refuse_letters('Hello', args.init, meta['data'])
     system = system_prompt(args, meta['data'])
     talk = Chat([*system])
     try:
@@ -515,7 +483,7 @@ def answer(args, model, data, talk, said):
     if not text.startswith(talk.text):
         talk.forget()
     new = chat.token_ids(text[len(talk.text):], data)
-    tell_lost(new, data)
+    vocabulary.tell_lost(new, data)
     talk.heard += by_whom(new, [])
     ids = [token for token, _ in talk.heard[talk.read:]]
     if not ids:
@@ -524,10 +492,10 @@ def answer(args, model, data, talk, said):
     tokens = torch.tensor([ids], device=model.embed.weight.device)
     last, written = tokens[:, -1:], []
     try:
-        talk.state = read_prompt(model, tokens[:, :-1], talk.state)
-        last, talk.state, times, [written] = write_texts(args, model, data, last, talk.state, ids)
-        talk.steps += len(times) - 1
-        talk.seconds += times[-1] - times[0]
+        talk.state = model.read(tokens[:, :-1], talk.state, label='reading')
+        last, talk.state, [written], steps, seconds = write_texts(args, model, data, last, talk.state, ids)
+        talk.steps += steps
+        talk.seconds += seconds
     except KeyboardInterrupt:                               # while it read
         if not sys.stdin.isatty():
             raise
@@ -569,12 +537,13 @@ def complete(args, model, meta):
     tell_if_past(c, 0, read + args.tokens + (int(state['t']) if state else 0))
     began = time.perf_counter()
     if args.load_state:
-        state = read_prompt(model, tokens[:, :-1], state)
+        state = model.read(tokens[:, :-1], state, label='reading')
     elif read > 1:                                          # all texts begin alike: that is read once
-        state = read_prompt(model, tokens[:1, :-1], state)
+        state = model.read(tokens[:1, :-1], state, label='reading')
         state = chosen_texts(state, torch.zeros(args.samples, dtype=torch.long))
     alone = prompt if args.samples == 1 else None
-    last, state, times, texts = write_texts(args, model, meta['data'], tokens[:, -1:], state, alone)
+    reading = time.perf_counter() - began
+    last, state, texts, steps, seconds = write_texts(args, model, meta['data'], tokens[:, -1:], state, alone)
     if args.samples > 1 and args.tokens:
         for i, text in enumerate(texts, 1):
             print(f'--- {i} ---\n{added(prompt[-LOOK_BACK:], text, meta["data"])}')
@@ -583,15 +552,12 @@ def complete(args, model, meta):
     if args.html:
         write_page(args, model, meta, by_whom(tokens[0].tolist(), texts[0]))
     speed = ''
-    ms = 1e3 * torch.tensor(times, dtype=torch.double).diff()
-    if len(ms):
-        tenth = max(1, len(ms) // 10)                       # do steps take longer as the text grows?
-        speed = (f', {1e3 * args.samples / ms.mean():,.0f} tokens/s: {ms.mean():.2f} ms a step (the first '
-                 f'tenth of them {ms[:tenth].mean():.2f}, the last {ms[-tenth:].mean():.2f})')
+    if steps:
+        speed = f', {steps * args.samples / seconds:,.0f} tokens/s'
     else:
         read -= 1                                           # the last one waits for a step
     growth = 'growing' if 'all' in c.keeps() else 'whatever the length'
-    aside(f'{plural(read, "token")} read in {times[0] - began:.2f} s, {len(ms):,} written{speed}; '
+    aside(f'{plural(read, "token")} read in {reading:.2f} s, {steps:,} written{speed}; '
         f'state of {state_bytes(state):,} bytes, {growth}')
 
 
@@ -611,8 +577,9 @@ def refuse_early(args, given, swap, config, _):
         if os.path.isdir(path):
             raise ValueError(f'{path}: a folder; give the name of a file')
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)     # fails now, not after sampling
-    if args.save_state:
-        refuse_target(args.save_state, state=True)
+    if os.path.exists(args.save_state) and 'made_with' not in read_meta(args.save_state):
+        raise ValueError(f'{args.save_state}: a state is never written over something else; give another '
+                         'name')
 
 
 @script

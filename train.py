@@ -42,7 +42,7 @@ from common.flags import briefly, flag, known, parse, plural, refuse, typed
 from common.machine import (commit, peak_memory, pick_device, pick_dtype, take_fastest_threads, try_compiler,
                             whole_memory)
 from common.terminal import progress
-from common.weights import map_state, pack, refuse_target, unpack
+from common.weights import map_state, pack, unpack
 from data import prepare, vocabulary
 from data.kinds import TRAVELS, Data
 from fastweight import Favor
@@ -604,12 +604,9 @@ def restore(args, header, data, model, opt):
 # ---- what a run says and leaves ----------------------------------------------------------------------------
 def log_of(args, writes=True):
     """Make the run's folder and open its log, which locks it; remove what a killed save left there.
-    ValueError if another run is at work there, or a state lies where a checkpoint would. writes: whether this
-    process writes anything at all"""
+    ValueError if another run is at work there. writes: whether this process writes anything at all"""
     if not writes:
         return open(os.devnull, 'w')
-    for name in 'ckpt', 'best':
-        refuse_target(f'{args.out}/{name}.safetensors')     # now, not after many steps
     os.makedirs(args.out, exist_ok=True)
     log = open(f'{args.out}/log.jsonl', 'a')                # noqa: SIM115
     with contextlib.suppress(ImportError, OSError):         # Windows; a file system without locks
@@ -644,9 +641,6 @@ def tell(log, text='', **figures):
     """Print a text, if there is one, and write its figures as one line of log.jsonl."""
     if text:
         say(text)
-    for name, x in figures.items():
-        if isinstance(x, float) and not math.isfinite(x):   # JSON has no NaN
-            figures[name] = None
     print(json.dumps(figures), file=log, flush=True)
 
 
@@ -757,8 +751,7 @@ def show(model, data, args):
         written = [token.item() for token, _ in itertools.islice(texts, many)]
         written = itertools.takewhile(lambda token: token not in meta.ends, written)
         say(f'--- a sample ---\n{vocabulary.decode([*beginning, *written], meta)}\n---')
-    size = sum(file.stat().st_size for file in os.scandir(args.out))
-    say(f'{args.out} has {size / 1e6:.1f} MB; next: {next_command(args.out, meta)}')
+    say(f'next: {next_command(args.out, meta)}')
 
 
 # ---- the loop ----------------------------------------------------------------------------------------------

@@ -93,8 +93,6 @@ def script(main):
                        f'model ({e})')
             if isinstance(e, RuntimeError) and not re.search('(out of|allocate|not enough) memory', str(e)):
                 raise
-        except FileExistsError as e:
-            message = f'{e.filename}: {e.strerror}, where a folder is to be made; give another name'
         except (ValueError, OSError) as e:
             message = str(e)
             if getattr(e, 'filename', None):

@@ -1,13 +1,14 @@
 """What is shown on a terminal: tables, and how far something is."""
 
 
-def progress(items, what):
-    """The items, with a bar if there is a terminal and tqdm is installed. what: begins the bar; '': none"""
+def progress(items, what, delay=0):
+    """The items, with a bar if there is a terminal and tqdm is installed. what: begins the bar; '': none.
+    delay: seconds before it is shown"""
     try:
         from tqdm import tqdm
     except ImportError:                                         # README's first command does without
         return items
-    return tqdm(items, what, disable=None if what else True)
+    return tqdm(items, what, disable=None if what else True, delay=delay)
 
 
 def table(lines):

@@ -45,25 +45,8 @@ def weights_digest(model, meta):
     return meta.get('digest') or digest('', model.state_dict())
 
 
-def is_state(path):
-    """Whether a file is a state of sample.py. Reads only its header."""
-    try:
-        return 'made_with' in read_meta(path)
-    except ValueError:
-        return False
-
-
-def refuse_target(path, state=False):
-    """ValueError if a state would replace something else, or something else a state."""
-    if os.path.exists(path) and is_state(path) != state:
-        raise ValueError(f'{path}: a state is never written over something else, nor something else over a '
-                         'state; take it away, or give another name')
-
-
 def write_tensors(path, tensors, meta):
-    """Write tensors and a JSON-able dict into a file, with a digest of both. OSError if it cannot be written,
-    ValueError as for `refuse_target`."""
-    refuse_target(path, 'made_with' in meta)
+    """Write tensors and a JSON-able dict into a file, with a digest of both. OSError if that fails"""
     text = json.dumps(meta)
     write_safetensors(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
 

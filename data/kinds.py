@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 TRAVELS = 'template', 'special', 'ends', 'files', 'labels', 'bos', 'most'      # a model keeps them, too
 TABLES = 'chars', 'json'
-FEWEST = {'byte': 256, 'gpt2': 50257, 'ids': 1}     # tokens, of those that have no table
 OF_TOKENS = 'tokenizer', 'vocab_size', *TABLES, 'marks', 'row', 'source', 'patch'
 
 
@@ -60,20 +59,17 @@ class Data:
             if type(value) is not kinds.get(name):
                 raise ValueError(f'{where}: {name} is {value!r:.60}: not ours, or of another version')
         data = cls(**raw)
-        if data.chars and len(data.chars) != data.vocab_size:
-            raise ValueError(f'{where}: vocab_size {data.vocab_size} is not the number of chars')
-        least = FEWEST.get(data.tokenizer, 1)
-        if data.vocab_size < least or not (data.tokenizer in FEWEST or data.chars or data.json):
-            raise ValueError(f'{where}: {data.vocab_size} tokens of {data.tokenizer}: not ours, or damaged')
+        if data.vocab_size == 0 or data.chars and len(data.chars) != data.vocab_size:
+            raise ValueError(f'{where}: vocab_size {data.vocab_size} is not the number of its tokens')
         return data
 
     def as_dict(self):
         """What is not the default, for JSON."""
+        absent = Data()
         found = {}
         for of in dataclasses.fields(self):
-            default = of.default if of.default_factory is dataclasses.MISSING else of.default_factory()
             value = getattr(self, of.name)
-            if of.name in ('tokenizer', 'vocab_size') or value != default:
+            if of.name in ('tokenizer', 'vocab_size') or value != getattr(absent, of.name):
                 found[of.name] = value
         return found
 

@@ -49,7 +49,7 @@ import numpy as np
 if not __package__:                                             # run as a script: make `data` importable
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import files
-from common.errors import note, of_package, script
+from common.errors import of_package, script
 from common.flags import flag, from_home, parse, refuse
 from data import tasks, vocabulary
 from data.kinds import Data, Set
@@ -86,9 +86,6 @@ def local_text(path):
     """The last 10 to 20 % validate. We cut at a line end or, if lines are long, between two characters."""
     text = files.read_file(path)
     files.as_utf8(text, path)
-    crlf = text.count(b'\r\n')
-    if crlf:
-        note(f'{path}: {crlf:,} lines end in CR LF, and CR is learned, too; dos2unix {path} takes it away')
     latest = int(len(text) * .9)
     cut = text.rfind(b'\n', int(len(text) * .8), latest) + 1 or latest
     while cut < len(text) and text[cut] & 0xC0 == 0x80:         # inside a UTF-8 character
@@ -163,37 +160,19 @@ def files_of(name):
 def entry_of(name, like=None):
     """The entry of a data set in DATASETS or, for your own files, in OWN_FILES. like: as for `place`"""
     entry = find_set(name)
-    if entry:
-        return shortened(entry, like)
-    own = {'.tsv': 'lines', '.jsonl': 'chats'}.get(os.path.splitext(name)[1].lower(), 'text')
-    if len(files_of(name)) == 2:
-        own = 'pairs'
-        if like and like.vocab_size and not like.source:        # a model that knows no pairs
-            own = 'joined'
-    return shortened(OWN_FILES[own]._replace(own=own), like)
-
-
-def shortened(entry, like):
-    """The entry, for rows that the model of `like` takes."""
+    if not entry:
+        own = {'.tsv': 'lines', '.jsonl': 'chats'}.get(os.path.splitext(name)[1].lower(), 'text')
+        if len(files_of(name)) == 2:
+            own = 'pairs'
+            if like and like.vocab_size and not like.source:    # a model that knows no pairs
+                own = 'joined'
+        entry = OWN_FILES[own]._replace(own=own)
     if like and like.most and not like.row and entry.way in ('labels', 'chats'):
-        return entry._replace(length=like.most)
+        return entry._replace(length=like.most)                 # rows that the model takes
     return entry
 
 
 # ---- where a set lies, and what it is made from ------------------------------------------------------------
-
-@functools.cache
-def kept_in(here, name):
-    """The folder of a data set: in data/ (here) or, where that is read-only and has no such folder, in the
-    user's cache."""
-    folder = os.path.join(here, name)
-    if os.path.exists(folder) or os.access(here, os.W_OK) or not os.path.exists(here):
-        return folder
-    cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
-    folder = os.path.join(cache, 'nanofwp', name)
-    note(f'{here} is read-only: {folder} is used')
-    return folder
-
 
 def fetch(name, entry, root=None, file=None):
     """The paths of the files that a set is made from, or a folder in place of an archive. They are --file
@@ -228,8 +207,7 @@ def place(name, root=None, like=None):
     if entry.own and os.path.isdir(name):
         return name
     wish = like or Data(entry.tokenizer)
-    usual = usual_folder(name, entry, wish.tokenizer)
-    usual = os.path.join(root, usual) if root else kept_in(FOLDER, usual)
+    usual = os.path.join(root or FOLDER, usual_folder(name, entry, wish.tokenizer))
     table = wish.json or ''.join(wish.chars)
     most = entry.length if wish.most else 0
     lengths = [str(n) for n in (wish.row, wish.source, most) if n]      # of a model's rows
@@ -309,8 +287,6 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
         save_set(folder, meta, WAYS[entry.way](entry, paths, meta, wish))
     except (OSError, ValueError) as e:                          # also a full disk
         raise ValueError(f'cannot prepare {name}: {e}') from None
-    size = sum(os.path.getsize(path) for path in glob.glob(f'{glob.escape(folder)}/*.bin'))
-    print(f'{folder} has {size / 1e6:.1f} MB', flush=True)
     return folder
 
 
@@ -506,7 +482,7 @@ def load_set(name, root=None, tokenizer=None, like=None):
 
     train and val are read-only memory maps. A missing set is prepared, with `tokenizer` or, if `like` is
     given, in the tokens of that Data (of a model or another set). ValueError if the set is broken or in other
-    tokens, or if `tokenizer` contradicts `like`. root: the folder of all sets; None: data/ or a cache
+    tokens, or if `tokenizer` contradicts `like`. root: the folder of all sets; None: data/
     """
     if like and tokenizer and like.tokenizer != tokenizer:
         raise ValueError(f'--tokenizer={tokenizer}: the tokens are those of the model ({like.summary()}); '
@@ -529,44 +505,19 @@ def load_set(name, root=None, tokenizer=None, like=None):
         raise ValueError(f'{path} or its .bin files are broken ({type(e).__name__}: {e}); {remedy}') from None
     if like and not meta.has_tokens_of(like):
         raise ValueError(f'--data={name}: not in the tokens wanted ({like.summary()}), but in others '
-                         f'({meta.summary()}); {remedy_for(meta, like)}')
+                         f'({meta.summary()}); give the text itself, or a set that can be made in these')
     if meta.json:
         with of_package(f'{path}: no tokens'):
             vocabulary.subwords(meta.json)
     if like:
         meta.bos = like.bos
     if meta.json:
-        tell_special(name, [train, val], meta)
+        for side in train, val:
+            if meta.row:                                        # inputs alone, without padding
+                side = side.reshape(-1, 2, meta.row)[:, 0]
+                side = side[side != meta.pad]
+            vocabulary.tell_lost(side, meta, f'--data={name}: ')
     return train, val, meta
-
-
-def tell_special(name, sides, meta):
-    """Say what one should know of special tokens before one trusts the figures."""
-    if meta.row:                                                # inputs alone, without padding
-        inputs = [side.reshape(-1, 2, meta.row)[:, 0] for side in sides]
-        sides = [tokens[tokens != meta.pad] for tokens in inputs]
-    lost = sum(vocabulary.lost(tokens, meta) for tokens in sides)
-    if lost:
-        note(f'--data={name}: {lost:,} of {sum(map(len, sides)):,} tokens stand for letters that the '
-             'tokenizer does not know. These are lost, and no figure counts them')
-    if meta.marks and meta.kind == 'text':
-        _, special = vocabulary.special_ids(meta.json)
-        found = sum(np.isin(tokens, special).sum() for tokens in sides)
-        if found:
-            note(f'--data={name}: {found:,} of its tokens are special ones, such as <s>, and read as such')
-
-
-def remedy_for(meta, like):
-    """What to do about data in other tokens, or other rows, than those wanted."""
-    if meta.pad is not None and like.pad is None:
-        return 'its rows are padded: take an encoder, such as MiniLM, or train a new model on them'
-    if like.kind != 'text' and meta.kind == 'text':
-        return 'this model was trained on rows, so give it labelled lines, or pairs'
-    if meta.tokenizer == 'ids' and meta.vocab_size == like.vocab_size and not (like.json or like.chars):
-        return f'if its numbers are these tokens, write "tokenizer": "{like.tokenizer}" into its meta.json'
-    if {meta.tokenizer, like.tokenizer} & {*vocabulary.FIXED}:
-        return 'these cannot be made anew: take other data'
-    return 'make it anew with data/prepare.py, or give the text itself'
 
 
 def test_side(name, like=None):

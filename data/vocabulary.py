@@ -12,7 +12,8 @@ import re
 
 import numpy as np
 
-from common.errors import of_package
+from common.errors import note, of_package
+from common.flags import plural
 
 FIXED = ('ids', 'words')                                        # a set in one of these has no other tokenizer
 TOKENIZERS = ('byte', 'char', 'gpt2')                           # and bpe:N, for N in LEARNED
@@ -111,6 +112,8 @@ def encode(text, meta, special=False):
     unknown = sorted({unit for unit in text if unit not in ids})
     if unknown:
         words = ' or '.join(repr(u[:20]) for u in unknown[:10])
+        if kind == 'ids':
+            words += '; its tokens are only numbers, as in --prompt="7 8"'
         raise ValueError(f'there is no token for {words}')
     return [ids[unit] for unit in text]
 
@@ -250,25 +253,25 @@ def continued(text, tokens, meta, special=False):
 
 
 @functools.lru_cache(4)
-def special_ids(text):
-    """Of a tokenizer.json: the id that stands for letters without a token, or None (a byte always has one);
-    all special ids."""
-    raw = json.loads(text)
+def unknown_id(text):
+    """The id that stands for letters without a token, in a tokenizer.json. None: a byte always has one"""
+    about = json.loads(text)['model']
     tokenizer = subwords(text)
-    unknown = raw['model'].get('unk_id')
-    if raw['model'].get('unk_token'):
-        unknown = tokenizer.token_to_id(raw['model']['unk_token'])
     if tokenizer.get_vocab().keys() >= {*package().pre_tokenizers.ByteLevel.alphabet()}:
-        unknown = None
-    return unknown, [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+        return None
+    if about.get('unk_token'):
+        return tokenizer.token_to_id(about['unk_token'])
+    return about.get('unk_id')
 
 
-def lost(tokens, meta):
-    """How many of these tokens stand for letters that the tokenizer does not know."""
-    unknown, _ = special_ids(meta.json) if meta.json else (None, [])
-    if unknown is None:
-        return 0
-    return np.count_nonzero(np.asarray(tokens) == unknown)
+def tell_lost(tokens, meta, where=''):
+    """Say how many of these tokens stand for letters that the tokenizer does not know."""
+    if not meta.json:
+        return
+    lost = np.count_nonzero(np.asarray(tokens) == unknown_id(meta.json))        # None is none of them
+    if lost:
+        note(f'{where}{lost:,} of {plural(len(tokens), "token")} stand for letters that the tokenizer does '
+             'not know. These are lost')
 
 
 def learn_tokens(sides, meta):

@@ -123,15 +123,15 @@ def recovered_in_a_text(args, path, meta, models, own):
     """What each model recovers of the teacher's perplexity in rows of a text -> rows of the table, one for
     each model, and more by position. own: of each form made from a model of --beside, that model. Such a form
     is also compared with the best of all others, row by row: perplexity over that one's, its interval."""
-    x, y, data, _ = a_text(args, path, meta, max(args.lengths), chosen(args, 2, 64), args.data)
+    x, y, _, _ = a_text(args, path, meta, max(args.lengths), chosen(args, 2, 64), args.data)
     nats = {}
     lines = []
     by_position = []
     for form, model in models.items():
-        nats[form], kl = convert.nats_and_kl(models['softmax'], model, x, y, form, args.dtype)
-        gain = nats['softmax'] - nats[form]     # which is the first
+        exact, nats[form], kl = convert.nats_and_kl(models['softmax'], model, x, y, form, args.dtype)
+        gain = exact - nats[form]
         size = convert.bytes_after(model, x.shape[1])
-        lines.append({'form': form, **convert.recovered(gain, data), 'KL': kl.mean().item(),
+        lines.append({'form': form, **convert.recovered(gain), 'KL': kl.mean().item(),
                       'state bytes': size, 'best other': None, 'over it': None, 'from': None, 'to': None})
         for start, end in convert.ranges(x.shape[1], 64):
             share = gain[:, start:end].mean().exp().item()
@@ -139,9 +139,8 @@ def recovered_in_a_text(args, path, meta, models, own):
     for row in lines:
         if row['form'] in own:
             others = [form for form in nats if form != 'softmax' and own.get(form) != own[row['form']]]
-            best = min(others, key=lambda form: nats[form].mean())
-            over = convert.recovered(nats[row['form']] - nats[best], data)
-            row |= {'best other': best, 'over it': over['recovered'], 'from': over['low'], 'to': over['high']}
+            over = convert.over_the_best(nats, row['form'], others)
+            row |= dict(zip(['best other', 'over it', 'from', 'to'], over))
     return lines, by_position
 
 
@@ -194,7 +193,7 @@ def beside_caches(args, suite):
     models = {'softmax': teacher}
     own = {}
     for source, student in convert.models_beside(args.beside, path, meta['data'], args.device):
-        models |= dict(convert.caches(teacher, student, max(args.lengths)))
+        models |= dict(convert.caches(teacher, student))
         forms = convert.under_policies(source, student)
         models |= forms
         own |= dict.fromkeys(forms, source)

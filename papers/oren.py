@@ -44,16 +44,16 @@ def nats_in_pieces(args, model, x, y, size, what):
     return torch.cat([convert.nats_along(model, *piece, what, args.dtype) for piece in pieces], 1)
 
 
-def over_perplexity(nats, base, data, names):
+def over_perplexity(nats, base, names):
     """Perplexity over that of `base`, both from nats (rows, T), and its 95 % interval, as columns `names`"""
-    found = convert.recovered(nats - base, data)
+    found = convert.recovered(nats - base)
     return dict(zip(names, [found['recovered'], found['low'], found['high']]))
 
 
 def with_few_cached(args, suite):
     """Perplexity of a softmax model whose layers cache few tokens, without further training. `cut`: rows as
     short as the cache, each from an empty state."""
-    teacher, x, data = model_and_rows(args, 16, 64)
+    teacher, x, _ = model_and_rows(args, 16, 64)
     T = x.shape[1]
     args.remarks.update({'rows': len(x), 'tokens in a row': T})
     shares = chosen(args, (32, 16, 8, 4, 1), SHARES)
@@ -69,8 +69,8 @@ def with_few_cached(args, suite):
         nats = nats_in_pieces(args, model, x[:, :-1], x[:, 1:], piece, f'{form}, {size} cached')
         first.setdefault(size, nats)
         row = {'form': form, 'cached': size, 'perplexity': nats.mean().exp().item()}
-        row |= over_perplexity(nats, first[T], data, ['of full', 'low', 'high'])
-        row |= over_perplexity(nats, first[size], data, ['of first', 'from', 'to'])
+        row |= over_perplexity(nats, first[T], ['of full', 'low', 'high'])
+        row |= over_perplexity(nats, first[size], ['of first', 'from', 'to'])
         row['state bytes'] = state_bytes(model.read(x[:1, :size]))
         row['more than full, %'] = 100 * (row['of full'] - 1)
         row['paper, of its full'] = None
