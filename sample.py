@@ -98,6 +98,9 @@ def task_of(args, config):
         raise ValueError(f'{args.init} translates: give --source="..."')
     if config.source:
         return 'translate'
+    if not (config.causal or config.classes):
+        raise ValueError(f'{args.init} is an encoder without classes: python train.py --init={args.init} '
+                         '--data=mine.tsv teaches it those of lines 0<TAB>text')
     if config.classes:
         return 'classify'
     if args.lines:

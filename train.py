@@ -62,6 +62,7 @@ LOGITS = 2 ** 26    # that many in memory at a time, 256 MB; on a GPU more, see 
 TOKENS_AT_ONCE = 2 ** 15    # an evaluation reads at most so many at a time
 POOL = 32           # pairs are drawn for this many steps at once, then sorted: similar lengths share a step
 SAMPLE = 400        # tokens in the sample at the end
+GLIMPSE = 80        # and in that after an evaluation
 PROMPTS = {'stdlib': 'class '}                  # how the sample at the end begins, per data set
 MAY_CHANGE = {'steps', 'lr', 'weight_decay', 'clip', 'eval_every', 'log_every', 'out', 'resume', 'device',
               'threads', 'impl', 'compile'}     # flags that --resume takes
@@ -717,7 +718,7 @@ def report(model, data, args, log, **figures):
     if args.steps:
         files.write_json(f'{args.out}/result.json', {
             **figures, 'commit': commit(), **dataclasses.asdict(args), **dataclasses.asdict(model.config)})
-        show(model.eval(), data, args)
+        show(model, data, args)
 
 
 def next_command(out, meta):
@@ -732,6 +733,24 @@ def next_command(out, meta):
     return command
 
 
+def continued(model, data, args, tokens):
+    """A text that the model writes, of up to so many tokens, after a beginning by which one can judge it"""
+    meta = data.meta
+    beginning = vocabulary.encode(PROMPTS.get(args.data, ''), meta)
+    if meta.from_hub:                                       # an empty text would tell nothing
+        beginning = data.val[:16].tolist()
+    prompt = torch.tensor([vocabulary.with_bos(beginning, meta)], device=data.device)
+    draw = torch.Generator(data.device).manual_seed(0)
+    many = max(0, min(tokens, (model.max_len or tokens + 1) - prompt.shape[1]))
+    was_training = model.training
+    model.eval()
+    texts = model.generate(prompt, temperature=0.7, generator=draw)         # in fp32, as in sample.py
+    written = [token.item() for token, _ in itertools.islice(texts, many)]
+    model.train(was_training)
+    written = itertools.takewhile(lambda token: token not in meta.ends, written)
+    return vocabulary.decode([*beginning, *written], meta)
+
+
 def show(model, data, args):
     """Print a sample: the translation of the first pair, or a continuation of a text."""
     meta = data.meta
@@ -741,16 +760,7 @@ def show(model, data, args):
         for tokens in source, model.translate(source):
             say(f'> {vocabulary.decode(tokens[0].tolist(), meta)}')
     if meta.kind == 'text':
-        beginning = vocabulary.encode(PROMPTS.get(args.data, ''), meta)
-        if meta.from_hub:                                 # an empty text would tell nothing
-            beginning = data.val[:16].tolist()
-        prompt = torch.tensor([vocabulary.with_bos(beginning, meta)], device=data.device)
-        draw = torch.Generator(data.device).manual_seed(0)
-        many = max(0, min(SAMPLE, (model.max_len or SAMPLE + 1) - prompt.shape[1]))
-        texts = model.generate(prompt, temperature=0.7, generator=draw)     # in fp32, as in sample.py
-        written = [token.item() for token, _ in itertools.islice(texts, many)]
-        written = itertools.takewhile(lambda token: token not in meta.ends, written)
-        say(f'--- a sample ---\n{vocabulary.decode([*beginning, *written], meta)}\n---')
+        say(f'--- a sample ---\n{continued(model, data, args, SAMPLE)}\n---')
     say(f'next: {next_command(args.out, meta)}')
 
 
@@ -829,6 +839,8 @@ def main(argv):
             judged, right = data.evaluate(model, start)
             tell(log, f'step {done:5d} | {label}: {score(part, judged, right)}', step=done, val_loss=judged,
                  **right)
+            if rank == 0 and meta.kind == 'text' and done < args.steps:     # something to read meanwhile
+                say(f'    it writes: {" ".join(continued(model, data, args, GLIMPSE).split())}')
             improved = judged < best
             best = min(best, judged)
         if (evaluates or stops) and rank == 0:
