@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import torch
 
 from common import files
+import fastweight
 from common.errors import note, script
 from common.flags import briefly, flag, parse, plural, refuse
 from common.machine import pick_device, try_compiler
@@ -81,7 +82,7 @@ PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'memor
 ON_A_PAGE = 2048    # tokens at most
 RECORDED = {'q': 'q', 'k': 'k', 'v': 'v', 'write': 'w', 'erase': 'e',      # ours: the page's name
             'log_f': 'log_f', 'log_z': 'log_z',     # logs, as 16 bits cannot tell a decay near 1 from 1
-            'log_q': 'log_q', 'log_k': 'log_k', 'share': 'share'}
+            'log_q': 'log_q', 'log_k': 'log_k', 'share': 'share', 'q_first': 'q_first'}
 
 
 def aside(text):
@@ -128,9 +129,9 @@ def useless(task, given, args, config):
         'cache, such as --rule=tova, or leave --compile out')
     yield args.html and (args.samples > 1 or args.load_state), (
         '--html shows one text from its beginning: leave --samples and --load_state out')
-    yield args.html and config.positions != 'true', (
-        f'--html shows caches of true positions alone, and these have --positions={config.positions}: leave '
-        '--html out, or --positions if you gave it')
+    yield args.html and config.positions != 'true' and config.keeps() - {'window', 'sink', None}, (
+        f'--html shows --positions={config.positions} of window and sink alone: leave --html out, or '
+        '--positions if you gave it')
 
 
 def read_state(args, model, meta):
@@ -244,7 +245,7 @@ def given_to_memories(model, tokens):
         n = seen.mixer.n
         layer = {'n': n, 'q': seen.q, 'normalise': False, 'floor': None}
         if memory.rule.keeps:
-            layer.update(k=seen.k, gone=memory.evicted_at(seen.q, seen.k, seen.v))
+            layer |= given_to_cache(memory, seen)
             if memory.overflow is not None:
                 layer['matrix'] = given_to_overflow(memory, seen)
         else:
@@ -260,14 +261,31 @@ def given_to_memories(model, tokens):
     return layers
 
 
+def given_to_cache(memory, seen):
+    """q, k and `gone` of a cache. If it shortens positions, its window has the true ones, and the `first`
+    tokens are asked by `q_first`, from nearer (kernels.turned_scores)."""
+    given = {'q': seen.q, 'k': seen.k, 'gone': memory.evicted_at(seen.q, seen.k, seen.v)}
+    if memory.turn is not None:
+        own = torch.arange(seen.q.shape[2], device=seen.q.device)
+        given |= {'q': memory.rope(seen.q, own), 'k': memory.rope(seen.k, own)}
+        if memory.rule.keeps == 'sink':
+            last = torch.full_like(own, memory.sinks - 1)
+            gap = (own - memory.cache).clamp(min=0) + 1         # from there to the window
+            pair = torch.stack([last, last + gap], -1)[None]
+            shorter = fastweight.compressed(pair, memory.turn.keywords['positions'])[0, :, 1]
+            given |= {'first': memory.sinks, 'q_first': memory.rope(seen.q, own - gap + shorter)}
+    return given
+
+
 def given_to_overflow(memory, seen):
     """What the matrix beside a cache is given: at each step the token that the cache evicts, if there is one.
     `share` (1, H, T, 1) of what is read comes from the cache, the rest from the matrix."""
     matrix = memory.overflow
     _, log_cache, went, _ = memory.attend_and_evict(seen.q, seen.k, seen.v)
-    _, mass, _ = matrix.take(seen.q, went, {})
+    q, went = memory.truly_turned(seen.q, went)
+    _, mass, _ = matrix.take(q, went, {})
     share = memory.share(seen.u, log_cache, mass).mean(-1, keepdim=True)
-    q, k, _, gates, _ = matrix.taken(seen.q, went, {})
+    q, k, _, gates, _ = matrix.taken(q, went, {})
     return {'n': 1, 'q': matrix.normaliser(q), 'k': matrix.normaliser(k), 'v': went['v'], **gates,
             'share': share, 'normalise': not matrix.rule.erase, 'floor': 1e-30}
 
@@ -280,6 +298,8 @@ def on_page(given):
         if (given[name] >= 0).all():                        # features may be e^40 or e^-40, not so in 16 bits
             given[f'log_{name}'] = given.pop(name).log()
     found['arrays'] = {name: as_base64(given[ours]) for ours, name in RECORDED.items() if ours in given}
+    if 'first' in given:
+        found['first'] = given['first']
     if 'gone' in given:
         found['gone'] = given['gone'][0].tolist()
     if 'matrix' in given:

@@ -3283,11 +3283,13 @@ def test_a_page_holds_what_each_memory_was_given(flags, tmp_path):
                 found = found / (x['q'] * x['k'].cumsum(2)).sum(-1, keepdim=True)
             near(found[:, :, layer['n'] - 1::layer['n']], o, 1e-2)
 
-@pytest.mark.parametrize('overflow', ['sum:slots', 'gla-beta:hedgehog', 'delta:taylor'])
-def test_a_page_shows_what_a_hybrid_reads_from_cache_and_matrix(overflow, tmp_path):
+@pytest.mark.parametrize('overflow, positions', [
+    ('sum:slots', 'true'), ('gla-beta:hedgehog', 'true'), ('delta:taylor', 'true'), ('gated:slots', 'compress')])
+def test_a_page_shows_what_a_hybrid_reads_from_cache_and_matrix(overflow, positions, tmp_path):
     """Each token is in one of them; weights times values are what the layer reads. A browser finds the same,
     hides the matrix of a layer that has none, and opens with the last token in sight."""
-    model, T = small(layers='softmax,sink', cache=6, sinks=1, overflow=overflow, n_kv_head=1), 40
+    model = small(layers='softmax,sink', cache=6, sinks=2, overflow=overflow, positions=positions, n_kv_head=1)
+    T = 40
     tokens = torch.full((1, T), 10).index_fill(1, torch.arange(0, T, 2), 97)
     [_, given], [_, seen] = sample.given_to_memories(model, tokens), through(model, tokens)
     matrix, gone, step = given['matrix'], given['gone'], torch.arange(T)[:, None]
@@ -3297,7 +3299,10 @@ def test_a_page_shows_what_a_hybrid_reads_from_cache_and_matrix(overflow, tmp_pa
         spilled = spilled / spilled.sum(-1, keepdim=True).clamp(min=1e-30)
     spilled = F.pad(spilled, (0, 1)).gather(-1, gone[:, :, None].expand(-1, 2, T, -1))      # by the token written
     left = (torch.arange(T) > step) | (gone <= step)
-    cached = seen.scores.masked_fill(left, -math.inf).softmax(-1)
+    scores = fastweight.cached_scores(given['q'], given['k']).flatten(1, 2)
+    if positions == 'compress':
+        scores[..., :2] = fastweight.cached_scores(given['q_first'], given['k']).flatten(1, 2)[..., :2]
+    cached = scores.masked_fill(left, -math.inf).softmax(-1)
     A = matrix['share'] * cached + (1 - matrix['share']) * spilled
     near(A @ seen.v, seen.o, 1e-5)
     if overflow != 'delta:taylor':
