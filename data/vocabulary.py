@@ -79,10 +79,16 @@ def learn_tokenizer(data, size):
     return tokenizer.to_str()
 
 
+@functools.lru_cache(4)
+def numbers(n):
+    """['0', '1', ..]. Kept, as a vocabulary may have 250,000 tokens, and decode asks at each step."""
+    return [str(i) for i in range(n)]
+
+
 def units(meta):
     """The text of each token id of a char, words or ids tokenizer."""
     if meta.tokenizer == 'ids':
-        return [str(i) for i in range(meta.vocab_size)]
+        return numbers(meta.vocab_size)
     return meta.chars
 
 
