@@ -1684,7 +1684,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--init=TRANSLATOR --source=@EMPTY': 'there is no text', '--init=TRANSLATOR --prompt=1': 'give --source',
         '--init=TRANSLATOR --source=1 --save_state=x': '--save_state means nothing',
         '--html=x.html --samples=2': 'shows one text', '--init=READER': 'no text to classify',
-        '--html=x.html --rule=tova --cache=8 --positions=compress': 'true positions',
+        '--html=x.html --rule=tova --cache=8 --positions=compress': 'of window and sink alone',
         '--save_state=TEXT/x.st': 'File exists', '--html=FOLDER': 'a folder; give the name'},
     convert: {
         '--from=GATED_DELTA': 'has softmax layers', '--rule=delta --distil=ce': 'none: take mse',
