@@ -397,7 +397,8 @@ def main(argv):
     began = time.perf_counter()
     suite, args = settings(argv)
     if suite.name not in argv:
-        print(f'{listed()}\n')
+        print(f'{listed()}\n\nNo suite is given: now comes decode, for some minutes; Ctrl-C stops it.\n',
+              flush=True)
     device = pick_device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -454,15 +454,17 @@ exercise = pytest.mark.skipif('EXERCISE' not in os.environ, reason='an exercise:
 @exercise
 def test_exercise_1_the_recurrence_from_memory():
     """Write recurrence(q, k, v, S, write, erase, log_f, log_z) -> o, S into exercise.py: the equation of README,
-    a loop over the steps. f, z = e^log_f, e^log_z; q, k, log_f, erase (B, H, T, K), v, log_z, write (B, H, T, V)"""
+    a loop over the steps. f, z = e^log_f, e^log_z; q, k, log_f, erase (B, H, T, K), v, log_z, write (B, H, T, V),
+    S (B, H, V, K), the state to begin from."""
     from exercise import recurrence
     given, _ = inputs(f=K, z=V, w=V, e=K)
     near(recurrence(**given), recurrent(**given))
 
 @exercise
 def test_exercise_2_breaks_sum_and_mends_it_by_one_gate():
-    """Write into exercise.py: breaks() -> k (1, 1, T, 2), v (1, 1, T, 1), keys of length 1 with which `sum` finds
-    something else than the value that a key had last; mends(k) -> one gate by which any such keys find it."""
+    """Write into exercise.py: breaks() -> k (1, 1, T, 2), v (1, 1, T, 1), keys of length 1 which find, by `sum`,
+    something else than the value they have just got; mends(k) -> {one gate of `recurrent`: a tensor}, by which any
+    keys find theirs, and a key at a right angle keeps what it had."""
     from exercise import breaks, mends
     k, v = breaks()
     near(k.norm(dim=-1), torch.ones_like(k[..., 0]), 1e-6)
@@ -471,6 +473,8 @@ def test_exercise_2_breaks_sum_and_mends_it_by_one_gate():
         gate = mends(key)
         assert len(gate) == 1 and gate.keys() <= {'write', 'erase', 'log_f', 'log_z'}
         near(recurrent(key, key, value, **gate)[0], value, 1e-5)
+    k, v = torch.eye(2)[None, None], torch.randn(1, 1, 2, 3)
+    near(recurrent(k, k, v, **mends(k))[1].mT, v, 1e-5)
 
 @exercise
 def test_exercise_3_erases_by_a_number_of_its_own():
@@ -547,7 +551,8 @@ def test_exercise_6_the_rule_of_rwkv_7_is_two_writes():
 
 def weight_kept(policy):
     """Which share of its attention weights a cache of 6 tokens keeps, of a text in which all look at the 5 newest
-    tokens, the first 8 tokens at the first 3 as well, and later each fifth at token 9, with twice the rest."""
+    tokens, the first 8 tokens six times as much at the first 3, and from 14 on each fifth at token 9, with twice the
+    weight of all the rest."""
     a = torch.ones(32, 32).tril() * torch.ones(32, 32).triu(-4)
     a[:8, :3] = 6 * torch.ones(8, 3).tril()
     a[14::5, 9] = 2 * a[14::5].sum(-1)
@@ -559,7 +564,8 @@ def weight_kept(policy):
 
 @exercise
 def test_exercise_7_a_policy_ahead_of_h2o():
-    """POLICIES['mine'], one line: in `weight_kept` h2o has 0.78, tova 0.93, mean 0.97. What do they drop?"""
+    """POLICIES['mine'] in fastweight.py, one line: in `weight_kept` h2o has 0.78, window and tova 0.93, mean 0.97.
+    What do they drop?"""
     assert weight_kept('mine') > 0.01 + max(weight_kept(policy) for policy in POLICIES if policy != 'mine')
 
 @exercise
