@@ -3545,9 +3545,11 @@ def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(gi
 
 @pytest.mark.parametrize('changes, memory', [
     (dict(rule='gla', phi='hedgehog'), 6), (dict(rule='decay'), 6), (dict(rule='gated_delta'), 6),
-    (dict(rule='sink', cache=4, sinks=1, overflow='gla:hedgehog'), 16)])
+    (dict(rule='sink', cache=4, sinks=1, overflow='gla:hedgehog'), 16),
+    (dict(rule='sink', cache=4, sinks=1, overflow='gated:slots:4'), 16)])
 def test_gates_begin_with_the_memory_of_their_heads(changes, memory, a_model, monkeypatch):
-    """Heads look 5 steps back: f^5 is there after 6 steps. Beside a cache, a row is remembered."""
+    """Heads look 5 steps back: f^5 is there after 6 steps. Beside a cache, a row is remembered. The first slot
+    begins as the first key."""
     teacher, x = load(a_model('--rule=softmax'))[0], torch.randint(256, (2, 16))
     far = torch.zeros(16, 16)
     far[5:, :-5] = torch.eye(11)
@@ -3555,8 +3557,11 @@ def test_gates_begin_with_the_memory_of_their_heads(changes, memory, a_model, mo
     student, new = convert.swap(teacher, changes)
     before = student.state_dict()[next(name for name in new if 'bias_f' in name)].clone()
     convert.begin_as(teacher, student, x)
-    for block in student.blocks:
-        gates = (block.mixer.memory.overflow or block.mixer.memory).gates
+    for seen, block in zip(through(teacher, x), student.blocks):
+        matrix = block.mixer.memory.overflow or block.mixer.memory
+        if 'slots' in matrix.map:
+            near(F.cosine_similarity(matrix.phi.weight[:, 0], seen.k[0, :, 0], dim=-1), torch.ones(2), 1e-5)
+        gates = matrix.gates
         assert not gates.proj.weight.any() and not torch.equal(gates.bias_f, before)
         found = gates(torch.randn(2, 16, 16))
         for name in {'log_f', 'log_z'} & found.keys():
