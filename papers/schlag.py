@@ -238,6 +238,7 @@ SUITES = {suite.name: suite for suite in [
         {'sum': ('sum', 'dpfp:1', 'attn'), 'gated': ('gated', 'dpfp:1', 'attn'),
          'delta': ('delta', 'dpfp:1', 'sum'), 'delta dpfp:2': ('delta', 'dpfp:2', 'sum'),
          'delta elu': ('delta', 'elu', 'sum'), 'delta l2': ('delta', 'dpfp:1', 'l2'),
+         'delta favor:64': ('delta', 'favor:64', 'sum'), 'delta favor:128': ('delta', 'favor:128', 'sum'),
          'sum sum-norm': ('sum', 'dpfp:1', 'sum')},
         figure='loss', panels=ASSOCIATIONS,
         source="Schlag 2021, figure 5: least evaluation loss of one run, from the authors' logs",
