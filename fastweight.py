@@ -430,6 +430,11 @@ def compressed(pos, positions='compress'):
     near = (gap.clamp(max=10) + GAPS[positions](above)).ceil().cumsum(-1)
     return torch.zeros_like(near).scatter(-1, order, near)
 
+def nearer(own, gap, positions='compress'):
+    """From where a query at `own` (.., T) asks for tokens before the one long gap (.., T) between cached tokens,
+    once this is `compressed`."""
+    return own - gap + compressed(torch.stack([0 * gap, gap], -1), positions)[..., 1]
+
 def empty_slots(k, cache):
     """A cache with `cache` empty slots, marked by pos = -1. k (B, G, T, d)"""
     B, G, _, d = k.shape

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 
 import fastweight
-from fastweight import (FLOOR, LOG_MIN, NEVER, POLICIES, append, attend_cached, cached_scores, compressed,
+from fastweight import (FLOOR, LOG_MIN, NEVER, POLICIES, append, attend_cached, cached_scores,
                         empty_slots, factors, finish, for_heads, full_precision, head_and_channels, joined,
-                        l2, pairs, pick, start)
+                        l2, nearer, pairs, pick, start)
 
 triton = None                       # only GPUs need it, to be fast
 tl = types.SimpleNamespace(constexpr=None)
@@ -451,10 +451,8 @@ def turned_scores(q, cached, begins, sinks, turn):
     scores = cached_scores(rope(q, for_heads(own, q.shape[1])), k)
     if sinks == 0:
         return scores
-    last = torch.full_like(begins, sinks - 1)           # of the sinks
-    gap = (begins - last).clamp(min=1)
-    shorter = compressed(torch.cat([last, last + gap], -1), positions)[..., 1:]
-    own = own - (gap - shorter).squeeze(-1)
+    gap = (begins.squeeze(-1) - (sinks - 1)).clamp(min=1)       # from the last of the sinks
+    own = nearer(own, gap, positions)
     to_sinks = cached_scores(rope(q, for_heads(own, q.shape[1])), k)
     return torch.where((pos < sinks)[:, :, None, None], to_sinks, scores)
 

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 import torch
 
 from common import files
-import fastweight
 from common.errors import note, script
 from common.flags import briefly, flag, parse, plural, refuse
 from common.machine import pick_device, try_compiler
@@ -41,7 +40,7 @@ from common.watch import through
 from common.weights import (map_state, pack, read_meta, read_tensors, state_bytes, unpack, weights_digest,
                          write_tensors)
 from data import vocabulary
-from fastweight import FLOOR, RULES
+from fastweight import FLOOR, RULES, nearer
 from model import (GPT, CacheFlags, chosen_texts, idle, load, pick_forms, refuse_broken, sample, seen_by_k,
                    spread)
 
@@ -269,11 +268,9 @@ def given_to_cache(memory, seen):
         own = torch.arange(seen.q.shape[2], device=seen.q.device)
         given |= {'q': memory.rope(seen.q, own), 'k': memory.rope(seen.k, own)}
         if memory.rule.keeps == 'sink':
-            last = torch.full_like(own, memory.sinks - 1)
-            gap = (own - memory.cache).clamp(min=0) + 1         # from there to the window
-            pair = torch.stack([last, last + gap], -1)[None]
-            shorter = fastweight.compressed(pair, memory.turn.keywords['positions'])[0, :, 1]
-            given |= {'first': memory.sinks, 'q_first': memory.rope(seen.q, own - gap + shorter)}
+            gap = (own - memory.cache).clamp(min=0) + 1         # from the last of these to the window
+            near = nearer(own, gap, memory.turn.keywords['positions'])
+            given |= {'first': memory.sinks, 'q_first': memory.rope(seen.q, near)}
     return given
 
 

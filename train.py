@@ -718,7 +718,7 @@ def report(model, data, args, log, **figures):
     if args.steps:
         files.write_json(f'{args.out}/result.json', {
             **figures, 'commit': commit(), **dataclasses.asdict(args), **dataclasses.asdict(model.config)})
-        show(model, data, args)
+        show(model.eval(), data, args)
 
 
 def next_command(out, meta):

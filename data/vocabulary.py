@@ -272,9 +272,10 @@ def unknown_id(text):
 
 def tell_lost(tokens, meta, where=''):
     """Say how many of these tokens stand for letters that the tokenizer does not know."""
-    if not meta.json:
+    unknown = unknown_id(meta.json) if meta.json else None
+    if unknown is None:
         return
-    lost = np.count_nonzero(np.asarray(tokens) == unknown_id(meta.json))        # None is none of them
+    lost = np.count_nonzero(np.asarray(tokens) == unknown)
     if lost:
         note(f'{where}{lost:,} of {plural(len(tokens), "token")} stand for letters that the tokenizer does '
              'not know. These are lost')
