@@ -1,7 +1,7 @@
 """What must be true of the code, without a GPU and a network; a test's name is the claim.
 
-    pytest test_all.py                              two to four minutes on two cores
-    SLOW=1 pytest test_all.py -k soak               20,000 tokens, resuming from every step, compilers
+    pytest test_all.py                              one to four minutes on two cores
+    SLOW=1 pytest test_all.py -k soak               20,000 tokens, kill -9, resuming from every step, compilers
     EXERCISE=1 pytest test_all.py -k exercise       the README's exercises: they fail until solved
 
 Part one is what must be true of the definitions: section 1 is on the README's path. Then come the
