@@ -37,6 +37,7 @@ was not trained with, and every student in one text of four rows.
 """
 import copy
 import dataclasses
+import functools
 import glob
 import math
 import os
@@ -52,7 +53,7 @@ from torch import nn
 from common import files
 from common.errors import script
 from common.flags import briefly, by_layer, flag, parse, plural, refuse, subset, typed
-from common.machine import commit, pick_device
+from common.machine import commit, pick_device, take_threads
 from common.terminal import progress, table
 from common.watch import compared, has_weights, through
 from common.weights import read_tensors, state_bytes, weights_digest
@@ -140,7 +141,7 @@ class Args:
     seed: int = flag(0, 'seed of new weights and the data order', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda')
     dtype: str = flag('float32', 'in matrix products; S is always fp32', ['float32', 'bfloat16'])
-    threads: int = flag(None, 'CPU threads; if not given, as many as torch takes', low=1, high=1024)
+    threads: int = flag(None, 'CPU threads; default: the fastest, by trial', low=1, high=1024)
 
 
 StudentFlags = subset(Config, 'layers', 'phi', 'norm', 'out_norm', 'beta_max', 'gate_rank', 'cache', 'sinks',
@@ -872,22 +873,15 @@ def cannot_teach(args, config):
         f'--row={args.row}: the teacher was trained on rows of {config.block_size}; give at most that')
 
 
-def tell_start(args, name, data, teacher, student, new):
-    """Print what is converted, how many parameters are new, and from how many tokens on the student's state
-    is smaller than the cache of the teacher. name: of the data"""
+def tell_start(args, name, data, student, new):
+    """Print what is converted, how many parameters are new, and the size of the state. name: of the data"""
     counts = {name: p.numel() for name, p in student.named_parameters()}
     added = sum(counts[name] for name in new)
     text = (f'{args.from_} -> {briefly(student.config.all_rules)}; {name}, {data.about_rows()}; '
             f'{plural(args.threads, "thread")}; of {sum(counts.values()):,} parameters {added:,} are new')
-    size = bytes_after(student, 1)
+    size = bytes_after(student, data.T)
     if size:
-        at_first = bytes_after(teacher, 1)
-        a_token = bytes_after(teacher, 2) - at_first
-        grows = bytes_after(student, 2) - size
-        text += f'; a state of {size / 1e6:.3g} MB'
-        if grows < a_token:
-            first = max(1, 2 + (size - at_first) // (a_token - grows))
-            text += f', smaller than the teacher\'s from {first:,} tokens on'
+        text += f'; after a row a state of {size / 1e6:.3g} MB'
     say(text)
 
 
@@ -1021,8 +1015,7 @@ def main(argv):
         given, changes = by_recipe(given, changes, teacher)
         args = Args(**given)
     refuse(cannot_teach(args, teacher.config))
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    take_threads(args.threads, functools.partial(teacher.first_layer, 1, 128))
     args.threads = torch.get_num_threads()                  # the last bits depend on it; --resume keeps it
     beside = list(models_beside(args.beside, args.from_, meta['data'], device))
     data, name = rows_of(args, meta, device)
@@ -1036,7 +1029,7 @@ def main(argv):
     about = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from,
              'data': meta['data']}
     run = Conversion(args, teacher, data, about)
-    tell_start(args, name, data, teacher, student, new)
+    tell_start(args, name, data, student, new)
     distilled = args.distil_steps if kind != 'none' else 0  # batches of stage 1
     run.add_line('teacher', teacher)
     for cached, model in caches(teacher, student):

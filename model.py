@@ -1259,6 +1259,12 @@ class GPT(nn.Module):
             _, state = self.hidden(tokens[:, i:i + segment], state)
         return state
 
+    @torch.no_grad()
+    def first_layer(self, B, T):
+        """Compute the first layer on zeros (B, T, n_embd), as any model can, to see how long it takes."""
+        x = self.embed.weight.new_zeros(B, T, self.config.n_embd)
+        (self.encoder or self.blocks)[0](x)
+
     @torch.inference_mode()
     def generate(self, tokens, state=None, temperature=1.0, top_k=0, top_p=1.0, generator=None):
         """Yield (token (B, 1), state) without end. First the prompt, tokens (B, T), T >= 1, is read in

@@ -35,7 +35,7 @@ import torch
 from common import files
 from common.errors import note, script
 from common.flags import briefly, flag, parse, plural, refuse
-from common.machine import pick_device, try_compiler
+from common.machine import pick_device, take_threads, try_compiler
 from common.watch import through
 from common.weights import (map_state, pack, read_meta, read_tensors, state_bytes, unpack, weights_digest,
                          write_tensors)
@@ -69,7 +69,7 @@ class Args:
     beam: int = flag(1, 'with --source: width of the beam; 1: greedy', low=1, high=1024)
     penalty: float = flag(0.6, 'with --beam: above 0, longer translations are preferred', low=0, high=100)
     device: str = flag('auto', 'auto, cpu, cuda, mps')
-    threads: int = flag(None, 'CPU threads; if not given, as many as torch takes', low=1, high=1024)
+    threads: int = flag(None, 'CPU threads; default: the fastest, by trial', low=1, high=1024)
     dtype: str = flag('float32', 'of the weights', ['float32', 'bfloat16'])
     impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
     compile: bool = flag(False, 'torch.compile of a step, for a GPU and many tokens: half a minute at first')
@@ -606,8 +606,6 @@ def refuse_early(args, given, swap, config, _):
 def main(argv):
     given, swap = parse(argv, __doc__, Args, CacheFlags, first=OFTEN)
     args = Args(**given)
-    if args.threads:
-        torch.set_num_threads(args.threads)
     device = pick_device(args.device)
     model, meta = load(args.init, device, check=functools.partial(refuse_early, args, given, swap),
                        dtype=getattr(torch, args.dtype), **swap)
@@ -619,6 +617,7 @@ def main(argv):
     model.use(pick_forms(args.impl))
     if args.dtype == 'bfloat16':
         model.in_bfloat16()
+    take_threads(args.threads, functools.partial(model.first_layer, 1, 1))
     DO[task_of(args, c)](args, model, meta)
 
 

@@ -2115,6 +2115,19 @@ def test_files_are_readable_by_whom_the_umask_says(text, tmp_path, monkeypatch):
     names = [put(tmp_path, f'a:{end}', 'some words\n' * 30) for end in ('en', 'de')]
     assert prepare.files_of(':'.join(names)) == names
 
+@pytest.mark.parametrize('slow', [1, 2])
+def test_sampling_takes_the_fastest_number_of_threads(slow, a_model, monkeypatch, capsys):
+    """Beside busy programs two threads take up to 15 times as long as one. --threads is kept as it is."""
+    model = f'--init={a_model("--rule=delta")}'
+    monkeypatch.setattr(GPT, 'first_layer', lambda self, B, T: time.sleep(.004 * (torch.get_num_threads() == slow)))
+    try:
+        for flags, threads in ([], 3 - slow), ([f'--threads={slow}'], slow):
+            torch.set_num_threads(2)
+            written(capsys, model, '--tokens=1', *flags)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(1)
+
 def test_threads_share_a_model(a_model):
     """One generates, one reads layer by layer, one evaluates, each four times: as each alone."""
     model, meta = load(a_model('--layers=softmax,delta,tova', '--n_layer=3'))
@@ -3428,18 +3441,13 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
         assert sum('tok_s' in row for row in log(tmp_path)) == 4 + 3 + 3 * 7
         tokens = {row['model']: row['tokens'] for row in found['table']}
         assert (tokens['distilled (hidden)'], tokens['fine-tuned']) == (4 * 2 * 16, 7 * 2 * 16)
-    models = [load(path, 'cpu')[0] for path in (tmp_path / 'ckpt.safetensors', teacher)]
-    first = int(re.search(r"smaller than the teacher's from (\d+) tokens", said)[1])
-    for n in first - 1, first:
-        smaller, larger = (convert.bytes_after(model, n) for model in models)
-        assert (smaller < larger) == (n == first)
     names = [row['model'] for row in found['table'] if 'cached' not in row['model']]
     rates = ('0.01', '0.001') if 'lora' in flags else ('0.001', '0.0001')      # LoRA bears ten times as much
     controls = [f'control: teacher, {lr}' for lr in rates] + ['control: student from scratch']
     assert names[:2] == ['teacher', 'swapped'] and names[-4:] == ['fine-tuned', *controls]
     the_table_adds_up(found['table'])
     result = json.loads((tmp_path / 'result.json').read_text())
-    assert result['steps'] == 3
+    assert result['steps'] == 3 and f'a state of {result["state bytes"] / 1e6:.3g} MB' in said
     assert [result['recovered']] == [row['recovered'] for row in found['table'] if row['model'] == 'fine-tuned']
     many = caches_beside(found['table'], model_py.Config(**found['config']))
     assert many == (2 if '--overflow= ' in flags else 3)

@@ -39,7 +39,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from common import files
 from common.errors import Stop, script
 from common.flags import briefly, flag, known, parse, plural, refuse, typed
-from common.machine import (commit, peak_memory, pick_device, pick_dtype, take_fastest_threads, try_compiler,
+from common.machine import (commit, peak_memory, pick_device, pick_dtype, take_threads, try_compiler,
                             whole_memory)
 from common.terminal import progress
 from common.weights import map_state, pack, unpack
@@ -95,8 +95,7 @@ class Args:
                            f'the hub: {PART:,}', low=0, high=10 ** 12)
     seed: int = flag(0, 'seed of the weights, the data order and dropout', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda, cuda:1, mps')
-    threads: int = flag(None, 'CPU threads; default: the fastest, by trial; for a large model all', low=1,
-                        high=1024)
+    threads: int = flag(None, 'CPU threads; default: the fastest, by trial', low=1, high=1024)
     dtype: str = flag('auto', 'in matrix products; auto: bfloat16 on a recent GPU; S is always fp32',
                       ['auto', 'float32', 'bfloat16'])
     impl: str = flag('auto', 'form of the recurrence; loop: the definition, fastweight.recurrent',
@@ -122,22 +121,6 @@ def machine(args):
     if args.compile:
         try_compiler(device)
     return rank, world, device, pick_dtype(args.dtype, device)
-
-
-def set_threads(args, kept, model, data):
-    """Set the number of CPU threads: the given one, that of the resumed run (`kept`, as the last bits depend
-    on it), or the fastest by trial. A large model, a GPU and torchrun take as many as torch does."""
-    def rehearse():
-        for loss in data.losses(model, [None], 0):
-            loss.backward()
-
-    if args.threads or kept:
-        torch.set_num_threads(args.threads or kept)
-    elif data.world == 1 and data.device.type == 'cpu' and not is_large(model):
-        model.eval()                                        # no dropout, and no new random features
-        take_fastest_threads(rehearse)
-        model.train()
-        model.zero_grad(set_to_none=True)
 
 
 # ---- data --------------------------------------------------------------------------------------------------
@@ -806,7 +789,10 @@ def main(argv):
     states = [None] * args.accum                            # of --carry, one per batch
     if args.resume:
         states = restore(args, header, data, model, opt)
-    set_threads(args, header.get('threads') if world == 1 else None, model, data)
+    kept = header.get('threads') if world == 1 else None     # the last bits depend on it
+    model.eval()                                            # no dropout, and no new random features
+    take_threads(args.threads or kept, functools.partial(model.first_layer, args.batch_size // world, data.T))
+    model.train()
     log = log_of(args, rank == 0 and args.steps > 0)
     if args.resume and rank == 0:
         cut_log(log, header['step'])

@@ -67,20 +67,24 @@ def try_compiler(device):
                          'leave it out') from None
 
 
-def take_fastest_threads(run):
-    """Set the number of threads, of 1, 2, 4, ... and as many as torch takes, with which run() is fastest. A
-    step of a small model is a thousand small parallel regions, each as slow as its slowest thread: beside a
-    busy program, 2 threads on 2 cores take three times as long as 1."""
-    most = torch.get_num_threads()
-    seconds = {n: [] for n in range(1, most + 1) if n == most or n.bit_count() == 1}
-    if most == 1:
+def take_threads(wanted, run):
+    """Set the number of CPU threads: `wanted` or, of 1, 2, 4, ... and as many as torch takes, the one with
+    which run() is fastest. A step of a small model is a thousand small parallel regions, each as slow as its
+    slowest thread: beside busy programs, 2 threads on 2 cores take 3 to 15 times as long as 1."""
+    most = wanted or torch.get_num_threads()
+    torch.set_num_threads(most)
+    if wanted or most == 1:
         return
-    end = time.perf_counter() + 2
-    while len(seconds[most]) < 2 or time.perf_counter() < end and len(seconds[most]) < 6:
+    seconds = {n: [] for n in range(1, most + 1) if n == most or n.bit_count() == 1}
+    rounds = took = 0
+    start = time.perf_counter()
+    while rounds < 2 or took < 2 and rounds < 6 or took < 0.2:
         for n, times in seconds.items():                    # they take turns: others disturb them all alike
             torch.set_num_threads(n)
             began = time.perf_counter()
             run()
             times.append(time.perf_counter() - began)
+        rounds += 1
+        took = time.perf_counter() - start
     medians = {n: statistics.median(times[1:]) for n, times in seconds.items()}     # the first makes threads
     torch.set_num_threads(min(medians, key=medians.get))
