@@ -17,7 +17,7 @@ A model of train.py's default size takes six minutes on one core, controls inclu
     swap         Make a student: the teacher's weights, but other rules in place of softmax. Feature maps and
                  gates are new parameters. The teacher's attention on 4,096 tokens says how some begin: slots
                  as clusters of its keys, gates so that a head remembers as far as its teacher sees (beside a
-                 cache: a row).
+                 cache: for a row).
     distil       Stage 1 trains the new parameters, or whole mixers (attention layers). Each layer learns to
                  imitate the teacher's layer on the teacher's inputs.
     fine-tune    Stage 2 trains all weights (or LoRA's) to predict what the teacher predicts, or the text.
@@ -31,9 +31,9 @@ log.jsonl, result.json (the student's figures) and convert.json into --out. conv
 by layer, and the attention weights of one query. Columns: `low`, `high`, a 95 % interval over
 rows; `to 512`, what is recovered among the tokens up to there in a row; `KL`, from the teacher's distribution
 to the model's, in nats; `of the tuned`, against the better of the two teachers trained on; `order kept`, how
-often weights rank two keys as q.k does. Beside stand caches without a matrix, of the same tokens and of as
-many bytes, and the models of --beside. A student with a limited cache is also run under the policies that it
-was not trained with, and every student in one text of four rows.
+often weights rank two keys as q.k does. The table also has caches without a matrix, one of as many tokens
+and some of as many bytes, and the models of --beside. A student with a limited cache is also run under the
+policies that it was not trained with, and every student in one text as long as four rows.
 """
 import copy
 import dataclasses
@@ -862,7 +862,7 @@ def cannot_teach(args, config):
         f'--swap={args.swap}: choose from {", ".join(ATTENTIONS)}')
     yield not can_become_an_rnn(config.all_rules), (
         f'{args.from_}: its layers are {briefly(config.all_rules)}; a teacher has softmax layers, and no '
-        'other cache: python train.py --rule=softmax makes one')
+        'other cache: python train.py --rule=softmax --n_head=4 --out=out/softmax makes one')
     yield files.lies_in(args.from_, args.out), f'--out={args.out}: it holds the teacher; take another folder'
     kind, _, n = args.keep.partition(':')
     layers = config.rules.count('softmax')

@@ -19,8 +19,8 @@ tensor([[[[5., 3.],
 
 The keys are (1, 0) and (0, 1), so each column of S is what one of them finds. The sum rule piles up: the
 first key finds (6, 8), its two values added. The delta rule first subtracts what the key finds, so the first
-key finds only its last value, (5, 6). The other key, at a right angle, is not disturbed. All rules that keep
-a matrix are settings of one equation:
+key finds only its last value, (5, 6); exactly, as keys have length 1. The other key, at a right angle, is not
+disturbed. All rules that keep a matrix are settings of one equation:
 
     D_t = (z_t f_t^T) * S_{t-1}                             forget   (* elementwise, z f^T an outer product)
     S_t = D_t + (w_t * v_t - D_t (e_t * k_t)) k_t^T         write, erase what the key already finds
@@ -71,7 +71,7 @@ FLOOR = 1e-6    # smallest n.q to divide by; maps that can make it 0 or negative
 def without_autocast(x):
     """A context for what must be fp32 even if the layers around it are bf16. A running sum in bf16 stops at
     256: the next number is 258, so 257 is rounded back to 256."""
-    if x.is_meta or not torch.is_autocast_enabled(x.device.type):       # as a rule; a context takes a while
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):       # usually: to enter a context takes time
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
@@ -199,7 +199,7 @@ def finish(o, normalise, floor, dtype):
 #        h_ts = exp(a_t - a_s)                       A = tril(Q K^T) * h       L = tril(r K^T, -1) * h
 #        (I + L) U = w * V - exp(a) (r S^T)          O = A U + exp(a) (Q S^T)
 #        S' = exp(a_C) S + U^T (exp(a_C - a) K)
-#    As a falls, no exponent is above 0 where s <= t, so no decay is too fast.
+#    a never rises, so no exponent is above 0 where s <= t, and no decay is too fast.
 # 4. one decay per channel. For the keys there would be a tile h for each channel. So we split exp(a_t - a_s)
 #    into exp(a_t - m) for t and exp(m - a_s) for s, and multiply these vectors into the rows of Q and K. Any
 #    m will do; the value of a at the middle step keeps both from overflowing. y reads, x is written, r looks
@@ -847,7 +847,7 @@ class Rule(NamedTuple):
     norm: str = 'none'          # normaliser, likewise
     f: str | None = None        # decay along the keys: 'fixed' per head; learned per 'head' or 'channel'
     z: str | None = None        # decay along the values: 'channel'
-    write: str | None = None    # None: 1; 'beta': one per head; 'channel'; '1-f'; 'dt': that of f
+    write: str | None = None    # None: 1; 'beta': one per head; 'channel'; '1-f'; 'dt': of log f = -rate dt
     erase: str | None = None    # 'write': e = w; 'channel': a beta of its own per channel
     rate: float | None = 1.0    # None: learned, one per head
     keeps: str | None = None    # what is cached: 'all', or by which policy; None: nothing, the state is S

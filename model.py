@@ -394,7 +394,7 @@ class Gates(nn.Module):
     beta = beta_max sigmoid(x W)   log f = -rate softplus(x W + b)   log z likewise
 
     A log-decay per channel is at least LOG_MIN: the chunked forms need that bound, and all forms of a layer
-    must agree. One per head has none. b starts so that f is 1 - 1/tau where x W = 0: a memory of about tau
+    must agree. One per head has no bound. b starts so that f is 1 - 1/tau where x W = 0: a memory of about tau
     steps, see `start_bias`. Delta multiplies S by I - beta k k^T. With beta up to 2 it can have the
     eigenvalue -1, so a state can alternate (Grazzi 2024, arXiv:2411.12537). W is full, as in Mao 2022, or a
     product of two matrices of a given rank, as in GLA and KDA."""
@@ -899,7 +899,7 @@ class Mixer(nn.Module):
         """x (B, T, n_embd), t the position of the first step -> q (B, H, T, key_dim), k (B, G, T, n key_dim),
         v (B, G, T, n head_dim). Heads may share keys and values: G = n_kv_head of H (fastweight.for_heads).
         With more heads of values than of keys, q and k are repeated for them.
-        state: a dict; with a convolution, the inputs before x in it are replaced by the last ones of x"""
+        state: a dict; with --qkv_conv, the inputs before x in it are replaced by the last ones of x"""
         state = {} if state is None else state
         y = self.qkv(x)
         if self.conv is not None:

@@ -753,7 +753,7 @@ def training(model, opt, losses, first, steps, lr, clip, seed, rank=0, world=1):
     the norm of the gradient, the seconds it took, and whether Ctrl-C or SIGTERM asked to stop. If so, the
     caller saves what it has, and the next turn raises KeyboardInterrupt.
     losses(step): yields the loss of each batch"""
-    with Stop() if world == 1 else contextlib.nullcontext() as stop:        # several: at different steps
+    with Stop() if world == 1 else contextlib.nullcontext() as stop:        # several would stop at different steps
         for step in range(first, steps):
             began = time.perf_counter()
             begin_step(opt, step, steps, lr, seed, rank)

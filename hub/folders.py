@@ -288,7 +288,7 @@ def folder_of(source, revision):
         raise ValueError(f'{source}: no config.json in it, which the folder of a model of the hub has; if '
                          'train.py or convert.py made it, give the file ckpt.safetensors'
                          f'{of_other_files(os.listdir(source))}')
-    if not re.fullmatch(r'[\w.-]+(/[\w.-]+)?', source):
+    if not re.fullmatch(r'\w[\w.-]*(/[\w.-]+)?', source):
         raise ValueError(f'{source}: no such file or folder, nor a name on the hub, as OWNER/NAME')
     return downloaded(source, revision)
 
@@ -306,7 +306,7 @@ def downloaded(name, revision='main'):
         return huggingface_hub.snapshot_download(SHORT_NAMES.get(name, name), revision=revision,
                                                  allow_patterns=wanted)
     except (OSError, ValueError) as e:
-        raise ValueError(f'{name}: {" ".join(str(e).split())[:200]}') from None
+        raise ValueError(f'{name}: no such folder, and the hub says: {" ".join(str(e).split())[:200]}') from None
 
 
 def shards(raw):
