@@ -35,14 +35,12 @@ import torch
 from common import files
 from common.errors import note, script
 from common.flags import briefly, flag, parse, plural, refuse
-from common.machine import pick_device, take_threads, try_compiler
+from common.machine import pick_device, take_threads
 from common.watch import through
-from common.weights import (map_state, pack, read_meta, read_tensors, state_bytes, unpack, weights_digest,
-                         write_tensors)
+from common.weights import pack, read_meta, read_tensors, state_bytes, unpack, weights_digest, write_tensors
 from data import vocabulary
 from fastweight import FLOOR, RULES, nearer
-from model import (GPT, CacheFlags, chosen_texts, idle, load, pick_forms, refuse_broken, sample, seen_by_k,
-                   spread)
+from model import CacheFlags, chosen_texts, idle, load, pick_forms, refuse_broken, seen_by_k, spread
 
 OFTEN = 'init prompt chat tokens temperature top_p rule cache dtype html'      # first in --help
 
@@ -72,7 +70,6 @@ class Args:
     threads: int = flag(None, 'CPU threads; default: the fastest, by trial', low=1, high=1024)
     dtype: str = flag('float32', 'of the weights', ['float32', 'bfloat16'])
     impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
-    compile: bool = flag(False, 'torch.compile of a step, for a GPU and many tokens: half a minute at first')
 
 
 AT_ONCE = 64        # texts in a batch
@@ -110,7 +107,7 @@ def task_of(args, config):
     return 'complete'
 
 
-OF_WRITING = {'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed', 'compile', 'save_state',
+OF_WRITING = {'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed', 'save_state',
              'load_state', 'html', 'chat', 'special'}
 IGNORED = {         # flags without effect, for each result of `task_of`
     'translate': OF_WRITING | {'prompt', 'lines', 'system'},
@@ -123,9 +120,6 @@ def useless(task, given, args, config):
     """For `refuse`: flags that would be ignored, or do not go together."""
     for name in sorted(IGNORED[task] & given.keys()):
         yield True, f'--{name} means nothing when {args.init} is to {task}: leave it out'
-    yield args.compile and 'all' in config.keeps(), (
-        '--compile: a compiled step needs fixed shapes, but the cache of softmax grows; take a limited '
-        'cache, such as --rule=tova, or leave --compile out')
     yield args.html and (args.samples > 1 or args.load_state), (
         '--html shows one text from its beginning: leave --samples and --load_state out')
     yield args.html and config.positions != 'true' and config.keeps() - {'window', 'sink', None}, (
@@ -338,21 +332,6 @@ def write_page(args, model, meta, heard):
 
 
 @torch.inference_mode()
-def generate_compiled(model, token, state, temperature, top_k, top_p, generator):
-    """`GPT.generate` from one token (B, 1), by torch.compile: on a GPU, one launch per step. The first step,
-    which may have no state, is not compiled. A compiled step overwrites what the last one returned, so states
-    are copied before they are yielded."""
-    forward = torch.compile(model, mode='reduce-overhead')
-    copied = functools.partial(torch.Tensor.to, device=token.device, copy=True)
-    logits, state = model(token, state)
-    while True:
-        token = sample(logits[:, -1], temperature, top_k, top_p, generator)
-        state = map_state(copied, state)
-        yield token, state
-        torch.compiler.cudagraph_mark_step_begin()
-        logits, state = forward(token, state)
-
-
 def added(before, tokens, data):
     """The text that tokens add to the text of those before. Some decoders drop the blank before the first
     word, so both are decoded together."""
@@ -385,9 +364,8 @@ def write_texts(args, model, data, first, state, prompt=None):
     texts = [[] for _ in first]
     ended = [False] * len(texts)
     last = first
-    generate = generate_compiled if args.compile else GPT.generate
     draw = torch.Generator(first.device).manual_seed(args.seed)
-    steps = generate(model, first, state, args.temperature, args.top_k, args.top_p, draw)
+    steps = model.generate(first, state, args.temperature, args.top_k, args.top_p, draw)
     began = time.perf_counter()
     done = 0
     try:
@@ -612,8 +590,6 @@ def main(argv):
     c = model.config
     if c.overflow and c.overflow != meta['config']['overflow']:
         aside(f'--overflow={c.overflow}: untrained, new weights; convert.py --recipe=hybrid trains some')
-    if args.compile:
-        try_compiler(device)
     model.use(pick_forms(args.impl))
     if args.dtype == 'bfloat16':
         model.in_bfloat16()

@@ -58,7 +58,7 @@ kernels() {
     done
     train compiled 150 softmax "${lengths%% *}" --compile
     step decode 120 ' [0-9]' "python bench.py decode $full --device=$device --lengths=${lengths// /,},65536 --out=$out"
-    step sample 120 'read in' "python sample.py --device=$device --compile --tokens=400 \
+    step sample 120 'read in' "python sample.py --device=$device --tokens=400 \
         --init=$out/delta-${lengths%% *}/ckpt.safetensors"
 }
 
