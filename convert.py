@@ -4,9 +4,9 @@
                                             a real model, your text
     python convert.py                       one matrix per head (--recipe=pure), from out/ckpt.safetensors,
                                             a model of train.py --rule=softmax --n_head=4
-    python convert.py --recipe=hybrid       64 cached tokens, a matrix of slots for all others
+    python convert.py --recipe=hybrid       64 cached tokens (189 of a large model), a matrix for all others
     python convert.py --recipe=hedgehog     Zhang 2024; also t2r: Kasai 2021; decay: Mao 2022
-    python convert.py --from=gpt2 --data=wikitext2          GPT-2 or Llama weights from the hub
+    python convert.py --from=gpt2 --data=wikitext2          a model of the hub
     python convert.py --from=OWNER/NAME --recipe=hedgehog --lora=8 --data=dialogues.txt:summaries.txt
                                             pairs: a line of one file, then of the other
     python convert.py --from=out/tuned/ckpt.safetensors --export=out/exported       a folder for transformers
@@ -105,7 +105,8 @@ class Args:
                                'you give override it', list(RECIPES))
     from_: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2; OWNER/NAME; a folder', path=True)
     revision: str = flag('main', 'branch, tag or commit on the hub')
-    data: str = flag('', 'text, task, pairs or conversations; default: those of the teacher', path=True)
+    data: str = flag('', 'text, task, pairs or conversations; default: what train.py gave the teacher',
+                     path=True)
     out: str = flag('out/convert', 'folder for the checkpoint, tables and log', path=True)
     swap: str = flag(','.join(ATTENTIONS), 'in a translator: which attention to swap')
     distil: str = flag('auto', 'stage 1, layer by layer: match attention weights (ce), outputs (mse) or '
@@ -119,8 +120,8 @@ class Args:
     lr: float = flag(None, f'peak learning rate of stage 2; default: {SWAP_LR:g} / width; of a large model, '
                      f'or of a cache, {PRETRAINED_LR:g} / width; with --lora ten times that', low=0,
                      high=100)
-    faster: float = flag(1.0, 'stage 2: a factor on the learning rate of new parameters; where --lora has '
-                              'ten times the rate, a recipe\'s is divided by ten', low=0, high=1000)
+    faster: float = flag(1.0, 'stage 2: a factor on the learning rate of new parameters; with --lora, whose '
+                              'rate is ten times as high, a recipe\'s is divided by ten', low=0, high=1000)
     loss: str = flag('kl', 'stage 2: predict the next token, or match the teacher (KL)', ['next', 'kl'])
     lora: int = flag(0, 'rank of LoRA on W_q, W_k, W_v, W_o in stage 2; 0: all weights', low=0, high=2 ** 17)
     batch_size: int = flag(4, 'rows per step', low=1, high=2 ** 20)
@@ -877,7 +878,7 @@ def tell_start(args, name, data, student, new):
     """Print what is converted, how many parameters are new, and the size of the state. name: of the data"""
     counts = {name: p.numel() for name, p in student.named_parameters()}
     added = sum(counts[name] for name in new)
-    text = (f'{args.from_} -> {briefly(student.config.all_rules)}; {name}, {data.about_rows()}; '
+    text = (f'{args.from_} -> {student.config.summary()}; {name}, {data.about_rows()}; '
             f'{plural(args.threads, "thread")}; of {sum(counts.values()):,} parameters {added:,} are new')
     size = bytes_after(student, data.T)
     if size:

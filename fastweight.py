@@ -71,7 +71,7 @@ FLOOR = 1e-6    # smallest n.q to divide by; maps that can make it 0 or negative
 def without_autocast(x):
     """A context for what must be fp32 even if the layers around it are bf16. A running sum in bf16 stops at
     256: the next number is 258, so 257 is rounded back to 256."""
-    if x.is_meta or not torch.is_autocast_enabled(x.device.type):       # usually: to enter a context takes time
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):       # usually; a context takes time
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
@@ -431,8 +431,8 @@ def compressed(pos, positions='compress'):
     return torch.zeros_like(near).scatter(-1, order, near)
 
 def nearer(own, gap, positions='compress'):
-    """From where a query at `own` (.., T) asks for tokens before the one long gap (.., T) between cached tokens,
-    once this is `compressed`."""
+    """From where a query at `own` (.., T) asks for tokens before the one long gap (.., T) between cached
+    tokens, once this is `compressed`."""
     return own - gap + compressed(torch.stack([0 * gap, gap], -1), positions)[..., 1]
 
 def empty_slots(k, cache):

@@ -78,11 +78,12 @@ class Config:
                       of=BOUNDED)
     sinks: int = flag(4, f'{", ".join(SINKS)}: how many first tokens are never evicted', low=0, high=2 ** 24,
                       of=SINKS)
-    overflow: str = flag('', 'rule and map for evicted tokens: sum:slots, delta:taylor; to be '
-                             'trained beside window or sink, then any policy runs', of=BOUNDED)
-    positions: str = flag('true', 'of cached tokens; compress: gaps g > 10 are ceil(10 + ln ln(g - 10 + e)); '
-                                   'log, sqrt: ceil(10 + ln(g - 9)), ceil(10 + sqrt(g - 10)). Slots beside '
-                                   'such a cache take keys before rope',
+    overflow: str = flag('', 'evicted tokens go into a matrix of this rule and map: sum:slots, delta:taylor; '
+                             'train it with window or sink, then any policy runs', of=BOUNDED)
+    positions: str = flag('true', 'of cached tokens; true: as they are; compress, for texts longer than the '
+                                  'model knows: a gap g > 10 is ceil(10 + ln ln(g - 10 + e)); log, sqrt: '
+                                  'ceil(10 + ln(g - 9)), ceil(10 + sqrt(g - 10)). Slots beside compressed '
+                                  'ones take keys before rope',
                           ['true', *GAPS], of=BOUNDED)
     pos: str = flag('auto', 'auto: rope in layers with a cache; learned if there is an encoder',
                     ['auto', 'none', 'learned', 'rope'])
@@ -232,6 +233,10 @@ class Config:
             n_key = self.key_heads or n_value
             return n_key, n_key, n_value, K, V
         return self.n_head, n_kv, n_kv, K, V
+
+    def summary(self):
+        """For messages: the rules, and the matrix beside the caches."""
+        return briefly(self.all_rules) + f' + {self.overflow}' * bool(self.overflow)
 
     def uses_rope(self, rule):
         """Whether a layer with this rule rotates its keys by rope."""
@@ -394,8 +399,8 @@ class Gates(nn.Module):
     beta = beta_max sigmoid(x W)   log f = -rate softplus(x W + b)   log z likewise
 
     A log-decay per channel is at least LOG_MIN: the chunked forms need that bound, and all forms of a layer
-    must agree. One per head has no bound. b starts so that f is 1 - 1/tau where x W = 0: a memory of about tau
-    steps, see `start_bias`. Delta multiplies S by I - beta k k^T. With beta up to 2 it can have the
+    must agree. One per head has no bound. b starts so that f is 1 - 1/tau where x W = 0: a memory of about
+    tau steps, see `start_bias`. Delta multiplies S by I - beta k k^T. With beta up to 2 it can have the
     eigenvalue -1, so a state can alternate (Grazzi 2024, arXiv:2411.12537). W is full, as in Mao 2022, or a
     product of two matrices of a given rank, as in GLA and KDA."""
     def __init__(self, rule, n_embd, n_head, K, V, beta_max, n, rank=0):

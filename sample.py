@@ -34,7 +34,7 @@ import torch
 
 from common import files
 from common.errors import note, script
-from common.flags import briefly, flag, parse, plural, refuse
+from common.flags import flag, parse, plural, refuse
 from common.machine import pick_device, take_threads
 from common.watch import through
 from common.weights import pack, read_meta, read_tensors, state_bytes, unpack, weights_digest, write_tensors
@@ -58,7 +58,8 @@ class Args:
     samples: int = flag(1, 'texts written at once', low=1, high=2 ** 16)
     temperature: float = flag(0.8, '0, or less than 1e-4, takes the likeliest token', low=0, high=100)
     top_k: int = flag(0, 'only the k likeliest tokens; 0 for all', low=0, high=2 ** 32)
-    top_p: float = flag(1.0, 'only the likeliest tokens, of this probability together', low=1e-6, high=1)
+    top_p: float = flag(1.0, 'only the likeliest tokens, whose probabilities add up to this', low=1e-6,
+                        high=1)
     seed: int = flag(0, 'seed of the draws', low=0, high=2 ** 32 - 1)
     save_state: str = flag('', 'file to keep the state in, after prompt and sample', path=True)
     load_state: str = flag('', 'go on from this state', path=True)
@@ -531,7 +532,7 @@ def complete(args, model, meta):
     if args.save_state and state is None and read == 1 and not args.tokens:
         raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
                          'give a longer --prompt, or more --tokens')
-    aside(f'{briefly(c.rules)} from {args.init}; recurrence: {model.why}')
+    aside(f'{c.summary()} from {args.init}; recurrence: {model.why}')
     tell_if_past(c, 0, read + args.tokens + (int(state['t']) if state else 0))
     began = time.perf_counter()
     if args.load_state:

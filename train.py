@@ -38,7 +38,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 
 from common import files
 from common.errors import Stop, script
-from common.flags import briefly, flag, known, parse, plural, refuse, typed
+from common.flags import flag, known, parse, plural, refuse, typed
 from common.machine import (commit, peak_memory, pick_device, pick_dtype, take_threads, try_compiler,
                             whole_memory)
 from common.terminal import progress
@@ -655,7 +655,7 @@ def opening(model, data, args, run, log):
     about = {key: value for key, value in data.meta.as_dict().items() if key not in ('json', *TRAVELS)}
     what = 'tokens' if data.meta.kind == 'text' else 'rows'
     train, val = (len(side) // data.meta.step for side in (data.train, data.val))
-    text = (f'{briefly(config.rules)} | {size / 1e6:.2f} M parameters | '
+    text = (f'{config.summary()} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {train:,} + {val:,} {what}, a vocabulary of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}')
     if args.steps:
@@ -753,7 +753,7 @@ def training(model, opt, losses, first, steps, lr, clip, seed, rank=0, world=1):
     the norm of the gradient, the seconds it took, and whether Ctrl-C or SIGTERM asked to stop. If so, the
     caller saves what it has, and the next turn raises KeyboardInterrupt.
     losses(step): yields the loss of each batch"""
-    with Stop() if world == 1 else contextlib.nullcontext() as stop:        # several would stop at different steps
+    with Stop() if world == 1 else contextlib.nullcontext() as stop:        # several would stop apart
         for step in range(first, steps):
             began = time.perf_counter()
             begin_step(opt, step, steps, lr, seed, rank)
@@ -834,7 +834,7 @@ def main(argv):
             if evaluates and improved:
                 save(f'{args.out}/best.safetensors', model, run)
             keep_run(args, data, model, opt, states, run)
-    say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
+    say(f'\n{plural(args.steps - first, "step")} in {seconds / 60:.1f} minutes')
     report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
 
 

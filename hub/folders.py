@@ -306,7 +306,7 @@ def downloaded(name, revision='main'):
         return huggingface_hub.snapshot_download(SHORT_NAMES.get(name, name), revision=revision,
                                                  allow_patterns=wanted)
     except (OSError, ValueError) as e:
-        raise ValueError(f'{name}: no such folder, and the hub says: {" ".join(str(e).split())[:200]}') from None
+        raise ValueError(f'{name}: no such folder; the hub: {" ".join(str(e).split())[:200]}') from None
 
 
 def shards(raw):
