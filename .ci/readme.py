@@ -114,7 +114,7 @@ from hub.families import FAMILIES
 from hub.folders import to_folder
 from model import GPT, Config
 folder, kind, tokens = sys.argv[1:]
-sizes = dict(n_layer=2, n_head=2, n_embd=16, n_inner=16, vocab_size=512, block_size=512)
+sizes = dict(n_layer=2, n_head=2, n_embd=16, n_inner=16, vocab_size=512, block_size=1024)
 model = GPT(Config(rule='softmax', **sizes, **FAMILIES[kind].config))
 template = '{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}assistant:'
 data = Data('json', 512, json=tokens, files={'chat_template.jinja': template})
