@@ -4240,16 +4240,15 @@ def test_ctrl_c_ends_an_answer_and_then_the_chat(where, name, calls, tmp_path, c
         assert err.count(said) == 1, (said, err)
     assert re.search(rf'\n{len(heard) - 1} tokens read and written, .* tokens/s in answers; state of', err)
 
-def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
+def test_each_of_several_texts_ends_by_itself(tmp_path, capsys):
     """And what ends it is not printed; without --special a special token's letters are read, and said so."""
     data = a_talker(tmp_path)
     one, end = vocabulary.encode(' the', data)[0], data.ends[0]
     steps = torch.tensor([[one, one], [end, one], [one, one], [one, end], [one, one]])
-    monkeypatch.setattr(GPT, 'generate', lambda *_: ((step[:, None], None) for step in steps))
+    model = Mock(generate=lambda *_: ((step[:, None], None) for step in steps))
     args = sample.Args(tokens=9, samples=2)
-    _, _, texts, steps, _ = sample.write_texts(args, None, data, torch.zeros(2, 1), None)
+    _, _, texts, steps, _ = sample.write_texts(args, model, data, torch.zeros(2, 1), None)
     assert texts == [[one], [one] * 3] and steps == 4
-    monkeypatch.undo()
     flags = f'--init={tmp_path}', '--tokens=0', '--prompt=a </s>'
     assert 'note: </s> in --prompt is read as letters' in written(capsys, *flags)[1]
     assert '</s>' not in written(capsys, *flags, '--special')[1]
