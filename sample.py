@@ -332,7 +332,6 @@ def write_page(args, model, meta, heard):
     aside(f'{args.html}: {len(page) / 1e6:.1f} MB, open it in a browser')
 
 
-@torch.inference_mode()
 def added(before, tokens, data):
     """The text that tokens add to the text of those before. Some decoders drop the blank before the first
     word, so both are decoded together."""
