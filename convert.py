@@ -1016,7 +1016,7 @@ def main(argv):
         given, changes = by_recipe(given, changes, teacher)
         args = Args(**given)
     refuse(cannot_teach(args, teacher.config))
-    take_threads(args.threads, functools.partial(teacher.first_layer, 1, 128))
+    take_threads(args.threads, device, functools.partial(teacher.first_layer, 1, 128))
     args.threads = torch.get_num_threads()                  # the last bits depend on it; --resume keeps it
     beside = list(models_beside(args.beside, args.from_, meta['data'], device))
     data, name = rows_of(args, meta, device)

@@ -593,7 +593,7 @@ def main(argv):
     model.use(pick_forms(args.impl))
     if args.dtype == 'bfloat16':
         model.in_bfloat16()
-    take_threads(args.threads, functools.partial(model.first_layer, 1, 1))
+    take_threads(args.threads, device, functools.partial(model.first_layer, 1, 1))
     DO[task_of(args, c)](args, model, meta)
 
 

@@ -630,7 +630,7 @@ import convert
 import model as model_py
 import sample
 import train
-from common import errors, files, watch
+from common import errors, files, machine, watch
 from common import flags as flags_py
 from common import weights as weights_py
 from common.watch import through
@@ -2117,7 +2117,8 @@ def test_files_are_readable_by_whom_the_umask_says(text, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('slower', [1, 2])
 def test_sampling_takes_the_fastest_number_of_threads(slower, a_model, monkeypatch, capsys):
-    """Beside busy programs two threads take up to 15 times as long as one. --threads is kept as it is."""
+    """Beside busy programs two threads take up to 15 times as long as one. --threads is kept as it is. On a GPU
+    nothing is tried."""
     model = f'--init={a_model("--rule=delta")}'
     monkeypatch.setattr(GPT, 'first_layer', lambda self, B, T: time.sleep(.004 * (torch.get_num_threads() == slower)))
     try:
@@ -2125,6 +2126,9 @@ def test_sampling_takes_the_fastest_number_of_threads(slower, a_model, monkeypat
             torch.set_num_threads(2)
             written(capsys, model, '--tokens=1', *flags)
             assert torch.get_num_threads() == threads
+        torch.set_num_threads(2)
+        machine.take_threads(None, torch.device('cuda'), lambda: pytest.fail('a trial'))
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
 

@@ -791,7 +791,8 @@ def main(argv):
         states = restore(args, header, data, model, opt)
     kept = header.get('threads') if world == 1 else None     # the last bits depend on it
     model.eval()                                            # no dropout, and no new random features
-    take_threads(args.threads or kept, functools.partial(model.first_layer, args.batch_size // world, data.T))
+    take_threads(args.threads or kept, device,
+                 functools.partial(model.first_layer, args.batch_size // world, data.T))
     model.train()
     log = log_of(args, rank == 0 and args.steps > 0)
     if args.resume and rank == 0:

@@ -1,4 +1,5 @@
 """What a command runs on: its device, memory, type of products and threads, and the commit of the code."""
+import itertools
 import os
 import statistics
 import subprocess
@@ -67,24 +68,25 @@ def try_compiler(device):
                          'leave it out') from None
 
 
-def take_threads(wanted, run):
-    """Set the number of CPU threads: `wanted` or, of 1, 2, 4, ... and as many as torch takes, the one with
-    which run() is fastest. A step of a small model is a thousand small parallel regions, each as slow as its
-    slowest thread: beside busy programs, 2 threads on 2 cores take 3 to 15 times as long as 1."""
+def take_threads(wanted, device, run):
+    """Set the number of CPU threads: `wanted` or, if the device is a CPU, of 1, 2, 4, ... and as many as torch
+    takes the one with which run() is fastest. A step of a small model is a thousand small parallel regions,
+    each as slow as its slowest thread: beside busy programs, 2 threads on 2 cores take 3 to 15 times as long
+    as 1."""
     most = wanted or torch.get_num_threads()
     torch.set_num_threads(most)
-    if wanted or most == 1:
+    if wanted or most == 1 or device.type != 'cpu':
         return
     seconds = {n: [] for n in range(1, most + 1) if n == most or n.bit_count() == 1}
-    rounds = took = 0
     start = time.perf_counter()
-    while rounds < 2 or took < 2 and rounds < 6 or took < 0.2:
+    for rounds in itertools.count(1):
         for n, times in seconds.items():                    # they take turns: others disturb them all alike
             torch.set_num_threads(n)
             began = time.perf_counter()
             run()
             times.append(time.perf_counter() - began)
-        rounds += 1
         took = time.perf_counter() - start
+        if (rounds >= 2 and took >= 2) or (rounds >= 6 and took >= 0.2):
+            break
     medians = {n: statistics.median(times[1:]) for n, times in seconds.items()}     # the first makes threads
     torch.set_num_threads(min(medians, key=medians.get))
