@@ -5,8 +5,8 @@
 - `tracking`: Grazzi 2024 (arXiv:2411.12537): a state that only decays cannot tell parity in rows longer than
   those of training; delta can if beta may reach 2. Siems 2025, DeltaProduct (arXiv:2502.10297): for products
   of permutations of three (S3) one layer needs two such writes a token.
-- `real`: a converted model beside its teacher with caches of as many bytes, in a text by position, by the
-  teacher's own answers, and by how many told facts it can answer.
+- `real`: a converted model beside its teacher with caches of as many bytes, in a text by position, and by how
+  many told facts it can answer.
 """
 import itertools
 import json
@@ -14,7 +14,6 @@ import statistics
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 import convert
 import train
@@ -78,27 +77,9 @@ def beyond_training(args, suite):
 
 
 # ---- suite real: a converted model beside caches of as many bytes ------------------------------------------
-TOPICS = 'the moon', 'rain', 'honey bees', 'a bicycle', 'bread', 'a lighthouse'
-REQUESTS = ('What is {}?', 'Write a poem about {}.', 'Tell me a long story about {}.',
-            'Explain {} to a child.', 'Write ten sentences about {}.')
-LONGEST = 512           # tokens of an answer
 SYLLABLES = [consonant + vowel for consonant in 'bdfgklmnprstvz' for vowel in 'aeiou']
 ASKED = 8               # facts that are asked for, of those told in a conversation
 CHATS = 1000            # conversations to train on
-
-
-def question(content, data, device):
-    """A question by the chat template -> tokens (1, T)"""
-    text = chat.rendered([{'role': 'user', 'content': content}], data)
-    return torch.tensor([chat.token_ids(text, data)], device=device)
-
-
-def answered_by(model, x, data):
-    """x (1, T) and the model's greedy answer, up to its end or LONGEST tokens -> (1, T')"""
-    for n, (token, _) in enumerate(model.generate(x, temperature=0), 1):
-        x = torch.cat([x, token], 1)
-        if token.item() in data.ends or n == LONGEST:
-            return x
 
 
 def told_and_asked(n, draw):
@@ -112,11 +93,6 @@ def told_and_asked(n, draw):
         messages += [{'role': 'user', 'content': asked}, {'role': 'assistant', 'content': facts[i]}]
     messages[0]['content'] = ' '.join([*facts, messages[0]['content']])
     return messages
-
-
-def logits_of(model, x, dtype):
-    """x (1, T) -> logits (T, vocab)"""
-    return train.predict(model, x, x, None, Data(), dtype)[0]
 
 
 def recovered_in_a_text(args, path, meta, models, own):
@@ -144,24 +120,6 @@ def recovered_in_a_text(args, path, meta, models, own):
     return lines, by_position
 
 
-def nats_of_answers(args, data, models):
-    """Each model's nats per token of the teacher's own greedy answers to questions -> by form"""
-    requests = [request.format(topic) for request in REQUESTS for topic in TOPICS]
-    talks = []                      # (tokens, where the answer begins)
-    for request in requests[::chosen(args, 6, 1)]:
-        asked = question(request, data, args.device)
-        talks.append((answered_by(models['softmax'], asked, data), asked.shape[1]))
-    nats = {}
-    for form, model in models.items():
-        logits = []
-        answers = []
-        for x, begin in talks:
-            logits.append(logits_of(model, x[:, :-1], args.dtype)[begin - 1:])
-            answers.append(x[0, begin:])
-        nats[form] = F.cross_entropy(torch.cat(logits), torch.cat(answers)).item()
-    return nats
-
-
 def accuracy_on_facts(args, data, models):
     """How often each model answers with the right number, all digits, when it was told 4, 16, .. of them
     -> rows of the table, in %. Writes other such conversations, to train on."""
@@ -177,7 +135,8 @@ def accuracy_on_facts(args, data, models):
             places = np.array([t for t, target in enumerate(targets) if target in digits])
             numbers = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
             for form, model in models.items():
-                guesses = logits_of(model, x, args.dtype).argmax(-1).tolist()
+                logits, _, _ = train.predict(model, x, x, None, Data(), args.dtype)
+                guesses = logits.argmax(-1).tolist()
                 right[form] += [all(guesses[t] == targets[t] for t in number) for number in numbers]
         for form in models:
             yield {'form': form, 'part': 'facts', 'facts': n, 'accuracy': 100 * statistics.mean(right[form])}
@@ -186,7 +145,7 @@ def accuracy_on_facts(args, data, models):
 @torch.inference_mode()
 def beside_caches(args, suite):
     """The teacher and, for each model of --beside, caches of as many bytes, the model, and the model with
-    other policies: in a text and, if the teacher talks, by its answers and by facts."""
+    other policies: in a text and, if the teacher talks, by facts."""
     path, teacher, meta = softmax_model(args)
     if not args.beside:
         raise ValueError(f'--beside= is missing: the models that convert.py made of {path}')
@@ -200,8 +159,6 @@ def beside_caches(args, suite):
     lines, by_position = recovered_in_a_text(args, path, meta, models, own)
     facts = []
     if meta['data'].template:
-        nats = nats_of_answers(args, meta['data'], models)
-        lines = [{**row, 'nats of answers': nats[row['form']]} for row in lines]
         facts = list(accuracy_on_facts(args, meta['data'], models))
     return lines + by_position + facts
 
@@ -253,6 +210,6 @@ SUITES = {suite.name: suite for suite in [
         panels=(Panel('position', 'ours', 'recovered of the teacher, %', 'position'),
                 Panel('facts', 'accuracy', 'numbers that are answered right, %', 'facts')),
         note='recovered: perplexity of softmax / of the line; low, high: a 95 % interval over rows; '
-             "position: up to here; nats of answers: per token of the teacher's own answers to questions; "
-             'accuracy: in % of 512 answers, all digits right; to train on: facts-64.jsonl, .. in --out',
+             'position: up to here; accuracy: in % of 512 answers, all digits right; to train on: '
+             'facts-64.jsonl, .. in --out',
         source='no paper has such a table')]}
