@@ -110,29 +110,18 @@ def associate(_, S, rule, phi, norm, replace, seed, most, device):
 def associative(args, suite):
     """Losses over the number of associations S, and learning curves for the smallest S: figure 3 and, with
     `capacity --lengths=600`, figure 4."""
-    broken = {}
-    args.remarks[f'first S above a loss of {GOOD}, here and in the paper'] = broken
     for form, (rule, phi, norm) in only(args, suite.lines).items():
         key = {'rule': rule, 'phi': phi, 'norm': norm, 'replace': suite.name == 'update', 'most': args.steps}
         theirs = suite.paper.get(form, {})
         fills = rule == 'delta' or suite.name == 'capacity'
-        ours = {}
         for S in args.lengths:
             results = [once(args, suite, form, associate, **key, S=S, seed=seed) for seed in args.seeds]
-            if not ours:
+            if S == args.lengths[0]:
                 yield from curve(form, results)
             row = {'form': form, 'S': S, **over_seeds(results, suite.figure), 'paper': theirs.get(S)}
             yield row
-            ours[S] = row['ours']
-            if ours[S] > OVERFULL and fills:
+            if row['ours'] > OVERFULL and fills:
                 break
-        broken[form] = [first_broken(ours), first_broken(theirs)]
-
-
-def first_broken(losses):
-    """The least S that is not held, or None"""
-    above = [S for S, loss in losses.items() if loss > GOOD]
-    return min(above, default=None)
 
 
 def curve(form, results):
