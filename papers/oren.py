@@ -195,30 +195,16 @@ def what_is_kept(args, suite):
 ONE_IN = 4          # the cache is 1/4 of a row where we split answers by the fact's distance
 
 
-def still_cached(state, at):
-    """-> (B,): the share of four tokens that is still cached, over layers and heads: the one at position `at`
-    (B,) and the next three, into which a convolution mixes it."""
-    wanted = at[:, None, None, None] + torch.arange(4, device=at.device)
-    shares = []
-    for layer in state['layers']:
-        pos = layer['mixer']['pos'].unsqueeze(3)                # (B, heads, cached, 1)
-        is_cached = (pos == wanted).any(2)                      # (B, heads, 4)
-        shares.append(is_cached.float().mean((1, 2)))
-    return torch.stack(shares).mean(0)
-
-
 @torch.inference_mode()
 def right_answers_of(_, rule, one_in, task, count, path, device):
     """Accuracy of a softmax model on the questions in the first `count` rows, with a cache of 1/one_in of the
-    row length. For facts, also per quarter of the row in which the fact is stated, and the share of the
-    answer's tokens that is still cached. All in %"""
+    row length. For facts, also per quarter of the row in which the fact is stated. All in %"""
     _, val, data = prepare.load_set(task)
     T = data.row
     model, _ = load(path, device)
     model = with_cache(model, rule, T // one_in)
     right = []
     places = []
-    left = []
     for x, y in task_rows(val, data, 16, device, count):
         if data.name.startswith('facts'):
             places.append(tasks.asked_fact(x.cpu().numpy()))
@@ -226,13 +212,8 @@ def right_answers_of(_, rule, one_in, task, count, path, device):
         for some, wanted in zip(x.split(64, 1), y.split(64, 1)):        # the caches of 64 steps fit in memory
             logits, state = model(some, state, wanted >= 0)
             right.append(logits.argmax(-1) == wanted[wanted >= 0])
-        if places and rule != 'softmax':
-            answer = torch.from_numpy(places[-1] + tasks.ANSWER_AT).to(device)
-            left.append(still_cached(state, answer))
     right = 100 * torch.cat(right).cpu().numpy()
     result = {'accuracy': right.mean().item()}
-    if left:
-        result['left'] = 100 * torch.cat(left).mean().item()
     if places:
         quarter = np.concatenate(places) * 4 // T
         for i in range(4):
@@ -252,7 +233,7 @@ def right_answers(args, suite):
             key = {'rule': form, 'one_in': one_in, 'task': way.data, 'count': chosen(args, 128, 256)}
             results = [once(args, suite, form, right_answers_of, **key, path=path) for path in paths]
             row = {'form': form, 'part': name, 'share': 1 / one_in}
-            yield row | over_seeds(results, suite.figure, 'left')
+            yield row | over_seeds(results, suite.figure)
             if 'quarter 0' in results[0] and one_in in (1, ONE_IN):
                 for i in range(4):
                     row = {'form': form, 'part': f'{name}, distance', 'distance': T * (4 - i) // 4}
@@ -300,8 +281,7 @@ SUITES = {suite.name: suite for suite in [
                 *[Panel('distance', 'ours', f'{name}, 1/{ONE_IN} cached', f'{name}, distance')
                   for name in ('facts-256', 'facts', 'facts-text-256')]),
         note='accuracy in % of 128 new rows (--full: 256), exact to 9 (6) points for one seed; distance: at '
-             f'most so many tokens since the fact, with 1/{ONE_IN} of the row cached; left: % of the '
-             'tokens at the answer that are still cached when it is asked for',
+             f'most so many tokens since the fact, with 1/{ONE_IN} of the row cached',
         source='Oren 2024, models of 7B: with TOVA QASPER needs about 1/2 of the cache, SQuALITY 1/4 to 1/8'),
     Suite(
         'kept', 'which tokens TOVA keeps cached, and for how long', what_is_kept,
