@@ -145,18 +145,17 @@ LOGARITHMIC = (                             # columns with a log axis
 
 def report_suite(args, suite, rows):
     """Print the table, split where its columns change, write and draw it, and print the remarks."""
-    if rows:
-        columns = dict.fromkeys(itertools.chain.from_iterable(rows))
-        with open(f'{args.out}/{suite.name}.csv', 'w', newline='') as f:
-            writer = csv.DictWriter(f, columns)
-            writer.writeheader()
-            writer.writerows(rows)
-        read = [row for row in rows if row.get('part') not in FOR_THE_PICTURE]
-        for _, alike in itertools.groupby(read, list):                  # adjacent rows with equal columns
-            table(list(alike))
-        print(suite.note.format_map(vars(args)))
-        print(f'paper: {suite.source}')
-        draw(args, suite, rows)
+    columns = dict.fromkeys(itertools.chain.from_iterable(rows))
+    with open(f'{args.out}/{suite.name}.csv', 'w', newline='') as f:
+        writer = csv.DictWriter(f, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    read = [row for row in rows if row.get('part') not in FOR_THE_PICTURE]
+    for _, alike in itertools.groupby(read, list):                  # adjacent rows with equal columns
+        table(list(alike))
+    print(suite.note.format_map(vars(args)))
+    print(f'paper: {suite.source}')
+    draw(args, suite, rows)
     for name, value in args.remarks.items():
         print(f'{name}: {value}')
 
@@ -338,8 +337,7 @@ def a_line(args, suite, way, form, seed):
 
 
 def ways_of(args, suite):
-    """The ways to run. --data selects among those that name their data. Data that cannot be prepared are
-    skipped, with a message."""
+    """The ways to run. --data selects among those that name their data."""
     ways = {name: way for name, way in suite.ways.items() if way.full in (None, args.full)}
     sets = [way.data for way in ways.values()]
     named = args.data
@@ -352,13 +350,7 @@ def ways_of(args, suite):
         if args.data and way.data and named != way.data:
             continue
         data = args.data or way.data or 'stdlib'
-        try:
-            _, _, meta = prepare.load_set(data)
-        except ValueError as e:
-            if not way.data:
-                raise
-            print(f'{data} is left out ({e})', file=sys.stderr)
-            continue
+        _, _, meta = prepare.load_set(data)
         if not way.data and meta.kind != 'text':
             raise ValueError(f'--data={data}: a task; this suite wants a text')
         to_run[name] = way._replace(data=data)
