@@ -13,7 +13,7 @@ import signal
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
@@ -350,7 +350,6 @@ class Args:
                            'commas: out/delta/ckpt.safetensors', path=True)
     row: int = flag(0, f'{of("row")}: tokens in a row; 0: as in training, at most 512', low=0, high=2 ** 24)
     budget: int = flag(74, f'{of("budget")}: memory for all states, in MB', low=1, high=2 ** 20)
-    remarks: dict = field(default_factory=dict)     # no flag: what a suite says beside its table
 
 
 def numbers(text):
@@ -411,7 +410,7 @@ def main(argv):
     args.seeds = range(args.seed, args.seed + args.seeds)
     torch.manual_seed(args.seed)
     os.makedirs(args.out, exist_ok=True)
-    report_suite(args, suite, list(suite.measure(args, suite)))
+    report_suite(args, suite)
     minutes = (time.perf_counter() - began) / 60
     print(f'{minutes:.1f} minutes, threads: {torch.get_num_threads()}, torch {torch.__version__}', flush=True)
 

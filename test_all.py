@@ -4542,11 +4542,12 @@ def test_bench_fine_tunes_a_pretrained_model_on_a_set_from_a_folder(monkeypatch,
     monkeypatch.setattr(prepare, 'load_set', lambda name: (None, None, Data(row=8)))
     flags = dict(data='cola:there', init='M', dtype=torch.bfloat16)
     args = bench.Args(**flags, out=str(tmp_path))
-    suite, ways = zhang.classifiers(args, bench.SUITES['glue'])
+    glue = dataclasses.replace(bench.SUITES['glue'])
+    suite, ways = zhang.classifiers(args, glue)
     assert suite.figure == 'matthews' and list(ways) == ['cola'] and ways['cola'].data == 'cola:there'
     assert '--init=M ' in ways['cola'].train
     assert all('--lr=5e-5 --dtype=bfloat16' in how for how in (ways['cola'].train, ways['cola'].how))
-    harness.draw(args, bench.SUITES['glue'], [dict(form='a', part='cola', ours=3, least=3, most=3)])
+    harness.draw(args, glue, [dict(form='a', part='cola', ours=3, least=3, most=3)])
     assert sys.modules['matplotlib.pyplot'].gca().get_xlabel() == 'matthews, %'
     with pytest.raises(ValueError, match='choose from polarity, trec, cola'):
         zhang.classifiers(bench.Args(**{**flags, 'data': 'mnist'}), bench.SUITES['glue'])

@@ -12,7 +12,7 @@ def progress(items, what, delay=0):
 
 
 def table(lines):
-    """Print a list of dicts with the same keys as a table. None is shown as a dash."""
+    """Print dicts as the lines of a table, each when it comes, with a head where keys change. None is a dash."""
     def as_text(x):
         if x is None:
             return '-'
@@ -21,11 +21,12 @@ def table(lines):
         if isinstance(x, int) or abs(x) >= 1e4:
             return f'{x:,.0f}'
         return f'{x:.4g}'
-    columns = []
-    for name in lines[0]:
-        cells = [name] + [as_text(line[name]) for line in lines]
-        width = max(map(len, cells))
-        side = '>' if columns else '<'
-        columns.append([f'{cell:{side}{width}}' for cell in cells])
-    for cells in zip(*columns):
-        print('  '.join(cells))
+    head = []
+    for line in lines:
+        rows = [[as_text(x) for x in line.values()]]
+        if list(line) != head:
+            head = list(line)
+            rows.insert(0, head)
+        for texts in rows:
+            cells = [f'{text:>{max(10, len(name))}}' for text, name in zip(texts, head)]
+            print(f'{texts[0]:30} ', '  '.join(cells[1:]), flush=True)

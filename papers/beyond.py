@@ -18,7 +18,6 @@ import torch
 import convert
 import train
 from common import files
-from common.terminal import progress
 from data import prepare, vocabulary
 from data.kinds import Data
 from fastweight import RULES
@@ -35,8 +34,8 @@ def size_of_state(args, result, model, meta):
 
 def over_widths(args, suite):
     """Train every rule in every width, for each number of pairs."""
-    cells = list(itertools.product(ways_of(args, suite).items(), only(args, suite.lines), args.lengths))
-    for (pairs, way), form, width in progress(cells, suite.name):
+    cells = itertools.product(ways_of(args, suite).items(), only(args, suite.lines), args.lengths)
+    for (pairs, way), form, width in cells:
         wide = way._replace(train=f'{way.train} --n_embd={width}')
         results = [a_line(args, suite, wide, form, seed) for seed in args.seeds]
         yield {'width': width, **a_row(suite, form, results, pairs)}

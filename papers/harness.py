@@ -25,7 +25,7 @@ import torch
 import convert
 import train
 from common import files
-from common.terminal import progress, table
+from common.terminal import table
 from common.weights import weights_digest
 from data import prepare
 from data.kinds import Data
@@ -80,7 +80,7 @@ class Suite:
     """What to measure, the flags, the plots, and what a paper found."""
     name: str
     about: str                      # for --help
-    measure: Callable               # (args, suite): yields rows of the table; adds to args.remarks
+    measure: Callable               # (args, suite): yields rows of the table
     flags: str                      # flags that it takes, besides ALWAYS
     quick: dict = field(default_factory=dict)       # their defaults in a quick run; `only` names lines
     full: dict = field(default_factory=dict)        # and in a full run
@@ -143,21 +143,25 @@ LOGARITHMIC = (                             # columns with a log axis
     'position', 'share', 'step', 'tokens a row', 'KL to teacher', 'weight')
 
 
-def report_suite(args, suite, rows):
-    """Print the table, split where its columns change, write and draw it, and print the remarks."""
+def report_suite(args, suite):
+    """Measure, print each line of the table as it comes, write and draw it."""
+    rows = []
+
+    def to_print():
+        for row in suite.measure(args, suite):
+            rows.append(row)
+            if row.get('part') not in FOR_THE_PICTURE:
+                yield row
+
+    table(to_print())
     columns = dict.fromkeys(itertools.chain.from_iterable(rows))
     with open(f'{args.out}/{suite.name}.csv', 'w', newline='') as f:
         writer = csv.DictWriter(f, columns)
         writer.writeheader()
         writer.writerows(rows)
-    read = [row for row in rows if row.get('part') not in FOR_THE_PICTURE]
-    for _, alike in itertools.groupby(read, list):                  # adjacent rows with equal columns
-        table(list(alike))
     print(suite.note.format_map(vars(args)))
     print(f'paper: {suite.source}')
     draw(args, suite, rows)
-    for name, value in args.remarks.items():
-        print(f'{name}: {value}')
 
 
 def draw(args, suite, measured):
@@ -183,7 +187,7 @@ def draw(args, suite, measured):
     forms = {}                      # in order
     for _, rows in shown:
         forms |= dict.fromkeys(column(rows, 'form'))
-    labels = {'ours': args.remarks.get('ours', suite.figure), 'form': '', 'T': 'tokens'}
+    labels = {'ours': suite.figure, 'form': '', 'T': 'tokens'}
     if labels['ours'] in IN_PERCENT:
         labels['ours'] += ', %'
     for (panel, rows), ax in zip(shown, axes):
@@ -380,8 +384,7 @@ def a_row(suite, form, results, part=''):
 def runs(args, suite):
     """The table of a suite of commands: each line in each way, with one run per seed."""
     forms = dict.fromkeys(suite.always) | only(args, suite.lines)
-    cells = list(itertools.product(ways_of(args, suite).items(), forms))
-    for (name, way), form in progress(cells, suite.name):
+    for (name, way), form in itertools.product(ways_of(args, suite).items(), forms):
         results = [a_line(args, suite, way, form, seed) for seed in args.seeds]
         yield a_row(suite, form, results, name)
 

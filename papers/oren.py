@@ -55,7 +55,7 @@ def with_few_cached(args, suite):
     short as the cache, each from an empty state."""
     teacher, x, _ = model_and_rows(args, 16, 64)
     T = x.shape[1]
-    args.remarks.update({'rows': len(x), 'tokens in a row': T})
+    print(f'rows: {len(x)}, tokens in a row: {T}')
     shares = chosen(args, (32, 16, 8, 4, 1), SHARES)
     sizes = args.lengths or sorted({T // n for n in shares if n <= T})
     lines = only(args, suite.lines)
@@ -99,7 +99,7 @@ def far_along_a_text(args, suite):
                          'model with rope, as train.py makes without --pos')
     x, y, data, name = a_text(args, path, meta, length, 1, args.data)
     size = max(1, block // 8)
-    args.remarks.update({'the validation text of': name, 'cached tokens': size, 'tokens in a row': block})
+    print(f'the validation text of {name}; cached tokens: {size}; tokens in a row: {block}')
     models = {}
     for form, (policy, positions) in only(args, suite.lines).items():
         models[form] = with_cache(teacher, policy, size, positions=positions)
@@ -185,8 +185,8 @@ def what_is_kept(args, suite):
             steps['all'].append(n)
             steps.setdefault(kind_of_token(token, data), []).append(n)
     late = len(x) * len(gone) * (T - 2 * size)                  # steps, of all rows and layers
-    args.remarks[f'cached tokens among the last {size} tokens, %'] = round(100 * recent / (late * size), 1)
-    args.remarks['steps in which the first token is kept, %'] = round(100 * first / late, 1)
+    print(f'cached tokens among the last {size} tokens: {recent / (late * size):.1%}')
+    print(f'steps in which the first token is kept: {first / late:.1%}')
     for kind, n in steps.items():
         yield {'form': kind, 'share of text': len(n) / len(steps['all']), 'steps kept': statistics.mean(n)}
 

@@ -151,7 +151,7 @@ def keys_found(args, suite):
     first S keys of a row, or all, and is asked for each. A key is found if its own value is the largest in
     the answer. The error is 1/2 |v - answer|^2, so an answer of zeros has 0.5."""
     teacher, x, _ = model_and_rows(args, 4, 16)
-    args.remarks['rows'] = len(x)
+    print('rows:', len(x))
     sizes = sorted({min(S, x.shape[1]) for S in args.lengths})
     cells = {}                                      # per line and S: (2, rows) for each layer
     for seen in through(teacher, x):

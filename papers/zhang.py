@@ -89,7 +89,7 @@ def on_other_rows(args, suite):
     if own.val == other.val:
         raise ValueError(f'--data={other_name}: what {path} was trained on; give another text')
     names = {'own': name, 'other': other_name}
-    args.remarks.update({**names, 'tokens of a row that maps learned on': T})
+    print(f'own: {name}; other: {other_name}; tokens of a row that maps learned on: {T}')
     models = {}
     for form, (flags, text) in only(args, suite.lines).items():
         if text == 'other' and other.classes > own.classes:
@@ -111,8 +111,8 @@ def classifiers(args, suite):
     """Like `runs`, in --dtype. --init: fine-tune this pretrained model instead, at a rate for such models.
     CoLA alone is judged by Matthews' correlation, as in GLUE."""
     if args.data.partition(':')[0] == 'cola':
-        args.remarks['ours'] = 'matthews, %'
-        suite = dataclasses.replace(suite, figure='matthews', beside=('accuracy', 'recovered', 'majority'))
+        suite.figure = 'matthews'
+        suite.beside = 'accuracy', 'recovered', 'majority'
     in_type = f'--dtype={str(args.dtype).removeprefix("torch.")}'
     ways = {}
     for name, way in suite.ways.items():
