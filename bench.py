@@ -374,8 +374,6 @@ def settings(argv):
     if argv and not argv[0].startswith('-'):
         name = argv[0]
         argv = argv[1:]
-    for late in SUITES.keys() & set(argv):
-        raise ValueError(f'{late}: one suite at a time, and it comes first: python bench.py {late}')
     if name not in SUITES:
         raise ValueError(f'{name}: no such suite{hint(name, SUITES)}; choose from {", ".join(SUITES)}')
     what, _, how = (__doc__ or '').partition('\n\n')

@@ -1705,7 +1705,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--export=x --steps=3': 'means nothing', '--export=FOLDER': 'holds the model of --from',
         '--eval_rows=1': 'at least 2'},
     bench: {
-        'decode --only=sum': 'means nothing', '--seed=1 decode': 'comes first',
+        'decode --only=sum': 'means nothing', '--seed=1 decode': 'decode: no such flag',
         'batch --lengths=3,4': 'takes one',
         'batch --budget=1 --lengths=8192': '--budget', 'language --data=recall': 'a task',
         'recall --only=elu,elo': 'choose from softmax',
