@@ -2896,7 +2896,6 @@ def test_training_learns_and_logs(text, tmp_path, capsys, monkeypatch):
     first, *rows = log(tmp_path)
     assert first['config']['rule'] == 'delta' and first['args']['steps'] == 90 and first['threads'] == 1
     assert {'commit', 'device'} <= first.keys()
-    assert rows[0]['memory'] > 2 ** 26                 # bytes; torch alone has more
     losses = [row['loss'] for row in rows if 'loss' in row]
     assert losses[0] == pytest.approx(math.log(256), abs=.2)        # a new model guesses
     assert losses[-1] < 3, losses                                   # ln 36 = 3.6 by characters

@@ -39,8 +39,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from common import files
 from common.errors import Stop, script
 from common.flags import flag, known, parse, plural, refuse, typed
-from common.machine import (commit, peak_memory, pick_device, pick_dtype, take_threads, try_compiler,
-                            whole_memory)
+from common.machine import commit, pick_device, pick_dtype, take_threads, try_compiler, whole_memory
 from common.terminal import progress
 from common.weights import map_state, pack, unpack
 from data import prepare, vocabulary
@@ -635,16 +634,14 @@ def tell_step(log, data, steps, peak, step, loss, norm, ms, **stage):
     norm = norm.item()
     lr = lr_at(step - 1, steps, peak)
     tok_s = 1e3 * data.T * data.batch_size * data.accum / ms
-    peak_bytes = peak_memory(data.device)
     cost = f'loss {loss:.3f}'
     if not stage and data.meta.kind == 'text':              # in the unit of the validation
         cost = f'{loss * data.meta.bits_a_nat("train"):.4f} bits per byte'
     speed = f'{tok_s / 1e3:.1f}k' if tok_s > 1e3 else f'{tok_s:.0f}'
     begins = ''.join(f'{name} | ' for name in stage.values())
     text = (f'{begins}step {step:5d}/{steps} | {cost} | lr {lr:.1e} | norm {norm:5.2f} | '
-            f'{ms:5.0f} ms | {speed} tok/s | {peak_bytes / 1e6:.0f} MB | '
-            f'eta {(steps - step) * ms / 6e4:.1f} min')
-    tell(log, text, step=step, loss=loss, lr=lr, norm=norm, ms=ms, memory=peak_bytes, tok_s=tok_s, **stage)
+            f'{ms:5.0f} ms | {speed} tok/s | eta {(steps - step) * ms / 6e4:.1f} min')
+    tell(log, text, step=step, loss=loss, lr=lr, norm=norm, ms=ms, tok_s=tok_s, **stage)
 
 
 def opening(model, data, args, run, log):

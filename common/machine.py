@@ -3,7 +3,6 @@ import itertools
 import os
 import statistics
 import subprocess
-import sys
 import time
 
 import torch
@@ -14,17 +13,6 @@ def commit():
     here = os.path.dirname(os.path.abspath(__file__))
     git = subprocess.run('git rev-parse HEAD', shell=True, cwd=here, capture_output=True, text=True)
     return git.stdout.strip()
-
-
-def peak_memory(device):
-    """Peak memory in bytes, of the GPU or of the process; 0 on Windows, which does not report it."""
-    if device.type == 'cuda':
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == 'win32':
-        return 0
-    import resource
-    unit = 1 if sys.platform == 'darwin' else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def whole_memory(device):
