@@ -39,7 +39,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from common import files
 from common.errors import Stop, script
 from common.flags import flag, known, parse, plural, refuse, typed
-from common.machine import commit, pick_device, pick_dtype, take_threads, try_compiler, whole_memory
+from common.machine import commit, pick_device, pick_dtype, take_threads, whole_memory
 from common.terminal import progress
 from common.weights import map_state, pack, unpack
 from data import prepare, vocabulary
@@ -117,8 +117,6 @@ def machine(args):
         dist.init_process_group()                           # gloo for CPU tensors, nccl for GPU tensors
     if rank > 0:                                            # only the first process prints
         sys.stdout = open(os.devnull, 'w')                  # noqa: SIM115
-    if args.compile:
-        try_compiler(device)
     return rank, world, device, pick_dtype(args.dtype, device)
 
 

@@ -47,15 +47,6 @@ def pick_dtype(name, device):
     return torch.float32
 
 
-def try_compiler(device):
-    """ValueError if torch.compile does not work here, because a C++ compiler is missing, say."""
-    try:
-        torch.compile(torch.neg)(torch.zeros(8, device=device))
-    except RuntimeError as e:
-        raise ValueError(f'--compile: {str(e).strip().splitlines()[0]}; install a compiler, such as g++, or '
-                         'leave it out') from None
-
-
 def take_threads(wanted, device, run):
     """Set the number of CPU threads: `wanted` or, if the device is a CPU, of 1, 2, 4, ... and as many as torch
     takes the one with which run() is fastest. A step of a small model is a thousand small parallel regions,
