@@ -291,11 +291,8 @@ class Rows:
         return loss / count, figures
 
     def about_rows(self):
-        """For messages: how many rows a step has, how long they are, the token that begins each."""
-        opens = self.meta.kind == 'text' and self.meta.bos is not None
-        bos = vocabulary.decode([self.meta.bos], self.meta) if opens else ''
-        many = plural(self.batch_size * self.accum, 'row')
-        return f'{many} of {self.T} a step' + f', each of which begins with {bos}' * bool(bos)
+        """For messages: how many rows a step has, and how long they are."""
+        return f'{plural(self.batch_size * self.accum, "row")} of {self.T} a step'
 
     def judged(self):
         """-> where the rows begin that evaluations during training read, and what these rows are called"""
