@@ -700,7 +700,7 @@ class Conversion:
         sum over `parts`. The model is judged every --eval_every steps; at the end `add_line` does that."""
         args = self.args
         path = f'{args.out}/stage-{re.sub("[^a-z0-9]+", "-", stage)}.safetensors'
-        opt = adamw(model, lr, 0.0, self.data.device, new, args.faster)
+        opt = adamw(model, lr, 0.0, new, args.faster)
         model.train()
         first = 0
         if args.resume and os.path.exists(path):

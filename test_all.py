@@ -2854,7 +2854,7 @@ def test_a_run_that_is_asked_to_stop_saves_its_step_and_tells_each_once(number, 
 
 def test_weights_decay_in_matrices_alone():
     model = GPT(Config(rule='gated', n_layer=1, n_head=2, n_embd=16, block_size=16))
-    for group in train.adamw(model, 1e-2, .1, torch.device('cpu')).param_groups:
+    for group in train.adamw(model, 1e-2, .1).param_groups:
         assert all((p.dim() == 2) == (group['weight_decay'] == .1) for p in group['params'])
 
 def test_a_compiled_model_leaves_the_recurrence_alone(text, tmp_path, monkeypatch):
@@ -3007,7 +3007,7 @@ def test_rows_and_draws_are_functions_of_seed_and_step():
     a = starts(3, 7)
     assert len(set(a)) > 4 and a.max() < 1000 - 16 and (a == starts(3, 7)).all()
     assert (a != starts(3, 8)).any() and (a != starts(4, 7)).any()
-    opt = train.adamw(torch.nn.Linear(1, 1), 1e-3, 0.0, torch.device('cpu'))
+    opt = train.adamw(torch.nn.Linear(1, 1), 1e-3, 0.0)
 
     def drawn(step, seed, rank):
         train.begin_step(opt, step, 4, 1e-3, seed, rank)

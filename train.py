@@ -360,7 +360,7 @@ def score(meta, loss, figures):
 
 
 # ---- the optimiser -----------------------------------------------------------------------------------------
-def adamw(model, lr, weight_decay, device, fast=(), times=1.0):
+def adamw(model, lr, weight_decay, fast=(), times=1.0):
     """AdamW over all parameters that require gradients, with `times` the rate for those named in `fast`.
     Weight decay is for parameters with two axes: not gains, gate biases (H, 1, K), feature maps (H, m, d)."""
     groups = {}
@@ -370,8 +370,7 @@ def adamw(model, lr, weight_decay, device, fast=(), times=1.0):
             speed = times if name in fast else 1.0
             group = {'params': [], 'weight_decay': decay, 'times': speed}
             groups.setdefault((decay, speed), group)['params'].append(p)
-    fused = device.type in ('cpu', 'cuda')
-    return torch.optim.AdamW(list(groups.values()), lr=lr, betas=(0.9, 0.99), fused=fused)
+    return torch.optim.AdamW(list(groups.values()), lr=lr, betas=(0.9, 0.99), fused=True)
 
 
 def pack_optimiser(model, opt):
@@ -387,8 +386,8 @@ def unpack_optimiser(model, opt, tensors):
     for name, p in model.named_parameters():
         own = f'opt.{name}.'
         memory = {key.removeprefix(own): x for key, x in tensors.items() if key.startswith(own)}
-        for key, x in memory.items():                       # unfused, the step count stays on the CPU
-            opt.state[p][key] = x.to(p.device) if key != 'step' or opt.defaults['fused'] else x
+        for key, x in memory.items():
+            opt.state[p][key] = x.to(p.device)
 
 
 def lr_at(step, steps, peak):
@@ -777,7 +776,7 @@ def main(argv):
     torch.manual_seed(args.seed)
     model = built(args, config, data, weights)
     del weights                                             # the model has a copy
-    opt = adamw(model, args.lr, args.weight_decay, device)
+    opt = adamw(model, args.lr, args.weight_decay)
     states = [None] * args.accum                            # of --carry, one per batch
     if args.resume:
         states = restore(args, header, data, model, opt)
