@@ -2960,12 +2960,9 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
         assert f'tion: {result["bits per byte"]:.4f} bits' in capsys.readouterr().out
 
 def test_a_package_that_is_missing_is_named_before_any_work(text, tmp_path, capsys, monkeypatch):
-    for package in 'tokenizers', 'sacrebleu.metrics':
-        monkeypatch.setitem(sys.modules, package, None)         # as if it were not installed
+    monkeypatch.setitem(sys.modules, 'tokenizers', None)        # as if it were not installed
     for main, argv in (train.main, [f'--data={text}', f'--out={tmp_path}/no']), (prepare.main, [text]):
         assert 'pip install tokenizers' in refused(capsys, main, *argv, '--tokenizer=bpe:302')
-    err = refused(capsys, bench.main, 'translate', '--only=elu', f'--out={tmp_path}')
-    assert 'pip install sacrebleu' in err
     pairs = [f'--data={text}:{text}', f'--out={tmp_path}/no', '--encoder=1']
     assert '--tokenizer=byte does without it' in refused(capsys, train.main, *pairs)
     assert not os.listdir(tmp_path)
@@ -4638,7 +4635,6 @@ def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tm
     wanted = [' '.join(source[::-1]) for source in sources]
     for beam, more in (1, []), (4, ['--full', '--seeds=1']):
         found = [row for row in ran(tmp_path, *run, *more) if row['ours']]
-        assert 'BLEU: nrefs:1|' in capsys.readouterr().out
         for row, folder in zip(found, ('elu-*', 't2r-converted-*'), strict=True):
             path, = (tmp_path / 'translate').glob(f'{folder}/ckpt.safetensors')
             assert row['sentences'] == '50'
