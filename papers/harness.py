@@ -44,13 +44,8 @@ class Panel(NamedTuple):
     part: str = ''                  # which rows of the table
 
     def shown(self, rows):
-        """The rows of a table that it shows, without missing values, and without 0 on a log axis."""
-        rows = [row for row in rows if row.get('part', '') == self.part]
-        for name in self.x, self.y:
-            rows = [row for row in rows if row.get(name) is not None]
-            if name in LOGARITHMIC:
-                rows = [row for row in rows if row[name] > 0]
-        return rows
+        """The rows of a table that it shows."""
+        return [row for row in rows if row.get('part', '') == self.part and self.y in row]
 
 
 class Line(NamedTuple):
@@ -205,9 +200,9 @@ def draw_lines(axes, panel, rows, forms):
     """Plot a line per form, in colours for colour-blind readers. Hollow points are the paper's. forms: those
     of all panels, so that a form looks the same in each panel"""
     if panel.x in LOGARITHMIC:
-        axes.set_xscale('log')
+        axes.set_xscale('log', nonpositive='mask')
     if panel.y in LOGARITHMIC:
-        axes.set_yscale('log')
+        axes.set_yscale('log', nonpositive='mask')
     for form in forms:
         points = [row for row in rows if row['form'] == form]
         x = column(points, panel.x)
