@@ -505,10 +505,9 @@ def cannot_go_together(args, config, data, model):
     yield args.batch_size % data.world, (
         f'--batch_size={args.batch_size} does not divide among {data.world} processes')
     least = data.T + 2 if meta.kind == 'text' else meta.step
-    or_more = ', or more --val_tokens' if args.val_tokens else ''
     yield min(len(data.train), len(data.val)) < least, (
         f'{of} --block_size={data.T}: {len(data.train)} training and {len(data.val)} validation tokens, '
-        f'expected at least {least} each; give a longer text, a smaller --block_size{or_more}')
+        f'expected at least {least} each; give a longer text, a smaller --block_size, or more --val_tokens')
     needed, there = bytes_of(model, data), whole_memory(data.device)
     yield args.steps and needed > there, (
         f'--batch_size={args.batch_size}: weights, optimiser and a batch take about {needed / 1e9:.0f} GB, '
@@ -631,10 +630,9 @@ def tell_step(log, data, steps, peak, step, loss, norm, ms, **stage):
     cost = f'loss {loss:.3f}'
     if not stage and data.meta.kind == 'text':              # in the unit of the validation
         cost = f'{loss * data.meta.bits_a_nat("train"):.4f} bits per byte'
-    speed = f'{tok_s / 1e3:.1f}k' if tok_s > 1e3 else f'{tok_s:.0f}'
     begins = ''.join(f'{name} | ' for name in stage.values())
     text = (f'{begins}step {step:5d}/{steps} | {cost} | lr {lr:.1e} | norm {norm:5.2f} | '
-            f'{ms:5.0f} ms | {speed} tok/s | eta {(steps - step) * ms / 6e4:.1f} min')
+            f'{ms:5.0f} ms | {tok_s:,.0f} tok/s | eta {(steps - step) * ms / 6e4:.1f} min')
     tell(log, text, step=step, loss=loss, lr=lr, norm=norm, ms=ms, tok_s=tok_s, **stage)
 
 
