@@ -12,7 +12,7 @@ def progress(items, what, delay=0):
 
 
 def table(lines):
-    """Print dicts as the lines of a table, each when it comes, with a head where keys change. None is a dash."""
+    """Print dicts as lines of a table, each when it comes, with a head where keys change. None is a dash."""
     def as_text(x):
         if x is None:
             return '-'

@@ -80,7 +80,7 @@ def told_and_asked(n, draw):
     for i in draw.integers(n, size=ASKED):
         asked = f"What is {names[i]}'s number?"
         messages += [{'role': 'user', 'content': asked}, {'role': 'assistant', 'content': facts[i]}]
-    messages[0]['content'] = ' '.join([*facts, messages[0]['content']])
+    messages[0]['content'] = ' '.join(facts + [messages[0]['content']])
     return messages
 
 

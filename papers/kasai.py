@@ -16,7 +16,7 @@ from papers.harness import DELTA, Line, Suite, Way, chosen, conversions, from_no
 
 @torch.inference_mode()
 def bleu(args, result, model, meta):
-    """BLEU of a run's model on the first sources of the test side, by sacrebleu (Post 2018, arXiv:1804.08771).
+    """BLEU of a run's model on the first sources of the test side. By sacrebleu, Post 2018, arXiv:1804.08771.
     --full: with a beam of 4"""
     try:
         from sacrebleu import corpus_bleu

@@ -40,8 +40,10 @@ def with_cache(model, policy, cache, sinks=4, **changes):
 
 def nats_in_pieces(args, model, x, y, size, what):
     """Nats (B, T) of the targets y where x is read in pieces of `size`, each from an empty state."""
-    pieces = zip(x.split(size, 1), y.split(size, 1))
-    return torch.cat([convert.nats_along(model, *piece, what, args.dtype) for piece in pieces], 1)
+    nats = []
+    for piece, targets in zip(x.split(size, 1), y.split(size, 1)):
+        nats.append(convert.nats_along(model, piece, targets, what, args.dtype))
+    return torch.cat(nats, 1)
 
 
 def over_perplexity(nats, base, names):

@@ -156,7 +156,8 @@ def keys_found(args, suite):
     cells = {}                                      # per line and S: (rows,) for each layer
     for seen in through(teacher, x):
         for (form, line), S in itertools.product(only(args, suite.lines).items(), sizes):
-            answers = read_back(seen.k[:, :, :S].float(), *line)
+            rule, phi, norm = line
+            answers = read_back(seen.k[:, :, :S].float(), rule, phi, norm)
             found = answers.argmax(-1) == torch.arange(S, device=x.device)
             cells.setdefault((form, S), []).append(100 * found.float().mean((1, 2)))
     for (form, S), of_layers in cells.items():
