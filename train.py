@@ -673,13 +673,10 @@ def report(model, data, args, log, **figures):
         dist.destroy_process_group()
     if data.rank > 0:
         return
-    what = f'blocks of {data.T}'
-    n = len(data.val)
-    if n < data.meta.val['tokens']:
-        what += f', the first {n:,} of {data.meta.val["tokens"]:,} tokens'
     meta = of_part(data.meta, data.val)
-    tell(log, f'validation, {what}: {score(meta, loss, right)}', read='blocks', val_loss=loss, **right)
-    figures.update({'val_loss': loss, **right, 'validation tokens': n})
+    text = f'validation, blocks of {data.T}: {score(meta, loss, right)}'
+    tell(log, text, read='blocks', val_loss=loss, **right)
+    figures.update({'val_loss': loss, **right, 'validation tokens': len(data.val)})
     if meta.kind == 'text':
         figures['bits per byte'] = loss * meta.bits_a_nat()
         if model.max_len is None and model.config.keeps() == {None}:
