@@ -290,10 +290,6 @@ class Rows:
             figures.update(agreement(counts))
         return loss / count, figures
 
-    def about_rows(self):
-        """For messages: how many rows a step has, and how long they are."""
-        return f'{plural(self.batch_size * self.accum, "row")} of {self.T} a step'
-
     def judged(self):
         """-> where the rows begin that evaluations during training read, and what these rows are called"""
         begin = blocks(len(self.val), self.T, self.meta)
@@ -648,8 +644,9 @@ def opening(model, data, args, run, log):
             f'{args.data}: {train:,} + {val:,} {what}, a vocabulary of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}')
     if args.steps:
-        text += (f'\n{data.about_rows()}, about {bytes_of(model, data) / 1e9:.2g} GB besides torch; '
-                 f'lr {args.lr:.2g}; saved every {plural(args.eval_every, "step")}; recurrence: {model.why}')
+        text += (f'\n{plural(args.batch_size * args.accum, "row")} of {data.T} a step, about '
+                 f'{bytes_of(model, data) / 1e9:.2g} GB besides torch; lr {args.lr:.2g}; saved every '
+                 f'{plural(args.eval_every, "step")}; recurrence: {model.why}')
     tell(log, text, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size)
 
