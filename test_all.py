@@ -1641,16 +1641,14 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
     train: {
         '--ruel=delta': '--rule', '--rule=dleta': r'mean delta\?', '--steps=1.5': 'whole number',
         '--lr=nan': 'a number', '--dropout=1': r'at most 0\.99', '--carry=maybe': 'true or false',
-        '--steps': '--steps: expected one', '--': '--help', '--out=': '--out',
-        '--device=tpu9': '--device', '--n_embd=33': 'n_head',
-        '--n_embd=12 --n_head=4 --pos=rope': 'even', '--layers=delta,nope': "'nope' is",
+        '--steps': '--steps: expected one', '--out=': '--out', '--device=tpu9': '--device',
+        '--n_embd=33': 'n_head', '--n_embd=12 --n_head=4 --pos=rope': 'even',
         '--layers=delta,sum --rule=sum': '--rule=sum --layers=delta,sum: give one of them',
         '--layers=delta,window --sinks=2': 'no layer of delta,window uses it; leave it out, or take sink',
-        '--rule=sink --overflow=sum:slots --gate_rank=2': 'of sink uses it',
         '--rule=decay --norm=attn': 'denominator of its own', '--rule=kda --phi=elu --norm=attn': 'negative',
         '--rule=sum --phi=identity --norm=attn': 'zero or negative', '--norm=sum': 'sum of the features',
         '--phi=elu --norm=none': 'diverges', '--rule=h2o --overflow=sum': '--overflow',
-        '--norm=nope': 'one of attn, .* mean none', '--phi=nope': 'no such feature map; choose',
+        '--phi=nope': 'no such feature map; choose',
         '--phi=elu:3': 'takes nothing', '--phi=dpfp:16': r'1\.\.15', '--phi=hedgehog:x': 'forms',
         '--n_embd=2 --n_head=2': 'the one channel of a head', '--phi=favor:many': 'a whole number above 0',
         '--phi=exp:nan': 'a number above 0',
@@ -1662,8 +1660,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--init=SOFTMAX --out=FOLDER': 'it holds the model',
         '--init=SOFTMAX --layers=sum,softmax': 'convert.py --from=.* --layers=sum,softmax',
         '--init=SOFTMAX --conv=0': '--conv=0: not what the weights of .* are for',
-        **dict.fromkeys(['--init=TALKER --data=THREES', '--init=SOFTMAX --data=recall',
-                         '--init=SOFTMAX --data=CHARACTERS'], 'not in the tokens wanted .*a set that can be made in'),
+        '--init=SOFTMAX --data=CHARACTERS': 'not in the tokens wanted .*a set that can be made in',
         '--init=LEARNED --block_size=17': 'rows of 17 .* learned 16 positions; take a smaller --block_size',
         '--tokenizer=bpe:65537': '257 to 65,536',
         ENCODER + '--rule=tova': 'step by step', ENCODER + '--rule=delta --norm=attn': 'keys so far',
@@ -1673,11 +1670,9 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         ENCODER + '--writes=2': 'causal=False: .* step by step', '--writes=2 --pos=rope': 'rope',
         '--writes=2 --phi=elu --norm=attn': 'one key'},
     sample: {
-        '--rule=tova --cache=0': 'at least 1', '--sistem=brief': 'no such',
-        '--system=x': 'means nothing', '--model=x': r'mean --init\?', '--temp=1': r'mean --temperature\?',
-        '--rule=sink --cache=4': '--sinks=4',
-        '--rule=window --sinks=2': '--sinks=2: no layer of window uses it',
-        '--rule=window --overflow=sum:elu': 'hedgehog', '--rule=window --overflow=softmax': 'choose from',
+        '--rule=tova --cache=0': 'at least 1', '--system=x': 'means nothing',
+        '--model=x': r'mean --init\?', '--temp=1': r'mean --temperature\?',
+        '--rule=sink --cache=4': '--sinks=4', '--rule=window --overflow=sum:elu': 'hedgehog',
         '--positions=compress': 'bounded cache', '--device=meta': '--device=meta',
         '--beam=2': '--beam means nothing', '--source=a': 'knows no pairs',
         '--init=TALKER --prompt=\u20ac': '\u20ac',
@@ -1918,7 +1913,6 @@ def test_batches_and_processes_are_parts_of_one_larger_batch(kind, text, turned_
     ('gpt2', dict(quantization_config=dict(quant_method='fp8')), {}, 'error: .*config.json: quantization_con'),
     ('llama', {}, {'lm_head.weight': lambda x: torch.randn(30, 16)}, ''),
     ('llama', {}, {'model.norm.weight': lambda x: x.to(torch.float8_e4m3fn)}, 'error: .*norm.weight is torch'),
-    ('gpt2', {}, {'transformer.ln_f.weight': lambda x: x.to(torch.int8)}, 'error: .*ln_f.weight is torch.int8'),
     ('gpt2', {}, {'score.weight': lambda x: torch.randn(2, 16)},
      r'note: .*: 2 tensors not used: h.N.attn.bias \(1\), score.weight \(1\)'),
     ('llama', {}, {f'model.layers.{i}.self_attn.q_proj.bias': lambda x: torch.randn(16) for i in (0, 1)},
@@ -2309,9 +2303,9 @@ def test_the_answer_to_a_row_of_facts_stands_somewhere_in_its_text(few_facts, tm
 def idx(x):
     return gzip.compress(bytes([0, 0, 8, x.ndim]) + np.array(x.shape, '>i4').tobytes() + x.tobytes())
 
-def zipped(members, how=zipfile.ZIP_STORED):
+def zipped(members):
     packed = io.BytesIO()
-    with zipfile.ZipFile(packed, 'w', how) as z:
+    with zipfile.ZipFile(packed, 'w') as z:
         for name, body in members.items():
             z.writestr(name, body)
     return packed.getvalue()
@@ -2377,8 +2371,6 @@ COLA_ZIP, WIKI_ZIP = 'cola_public_1.1.zip', 'wikitext-2-raw-v1.zip'
     ('mnist', IMAGES, idx(DIGITS)[:999], CUT_OFF),
     ('mnist', 'train-images-idx3-ubyte.gz', None, 'too few rows: one of the sides has none'),
     ('cola', COLA_ZIP, zipped(COLA)[:99], CUT_OFF),
-    ('cola', COLA_ZIP, zipped(COLA, zipfile.ZIP_LZMA).replace(b']\0\0\x80\0\0', b']\0\0\x80\0\1'), 'Corrupt input'),
-    ('cola', COLA_ZIP, zipped(COLA).replace(b'PK\1\2\x14\3\x14\0\0', b'PK\1\2\x14\3\x14\0\1'), 'is encrypted'),
     ('trec', 'TREC.test.all', b'1 \x81 ?', 'TREC.test.all, line 1: .* in cp1252'),
     ('wikitext2', WIKI_ZIP, zipped({key: body for key, body in WIKI.items() if 'valid' not in key}),
      'has no wiki.valid.raw'),
@@ -3927,22 +3919,15 @@ def test_a_qwen3_becomes_an_rnn(tmp_path, text):
 
 DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; what it is now; what is said
     ('llama', 'rope_scaling', dict(rope_type='yarn'), 'rope of type yarn'),
-    ('llama', 'rope_scaling', dict(LLAMA31, high_freq_factor=.001), 'low below high'),
-    ('llama', 'num_key_value_heads', 3, 'n_kv_head=3 does not divide'),
     ('qwen3', 'num_experts', 8, 'num_experts 8: a mixture of experts'),
     ('qwen3', 'head_dim', 7, 'rope turns pairs'),
     ('qwen3', 'layer_types', ['sliding_attention'] * 2, 'sliding_window is not switched on'),
     ('qwen2', 'layer_types', ['full_attention'], 'layer_types: 1 of full_attention, expected 2 of'),
     ('mistral', 'layer_types', ['full_attention'] * 2, 'expected None'),
     ('llama', 'partial_rotary_factor', .5, 'partial_rotary_factor 0.5, expected 1'),
-    ('qwen3_5_text', 'layer_types', None, 'layer_types: 0 of'),
     ('qwen3_5_text', 'linear_num_key_heads', 3, 'key_heads=3 does not divide'),
-    ('qwen3_5_text', 'model_type', 'qwen3_5_vision', 'model_type qwen3_5_vision'),
-    ('qwen3_5_text', 'model.layers.0.linear_attn.in_proj_a.weight', None, 'in_proj_a.weight is missing'),
-    ('qwen3_5_text', 'model.layers.1.self_attn.q_proj.weight', (64, 16), 'shape (64, 16), expected (128, 16)'),
     ('olmo_hybrid', 'rope_parameters', dict(rope_theta=5e5), 'config.json: rope_theta 500000.0, expected None'),
     ('olmo_hybrid', 'linear_allow_neg_eigval', False, 'linear_allow_neg_eigval False, expected True'),
-    ('olmo_hybrid', 'linear_key_head_dim', None, 'linear_key_head_dim is None, expected a whole number'),
     ('bert', 'id2label', 'rain', 'not as the hub has it'),
     ('llama', 'model_type', 'mamba', 'model_type mamba'),
     ('gpt2', 'scale_attn_weights', False, 'attn_weights False'),
@@ -3956,7 +3941,6 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('llama', 'tokenizer.json', (b'{"model": {"type": "WordLevel", "vocab": {}, "unk_token": "a"}, "decoder": '
      b'{"type": "Strip", "content": " ", "start": 0, "stop": 1}}'), 'tokenizer.json: its decoder strips'),
     ('llama', 'tokenizer_config.json', b'{"chat_template": ["x"]}', 'not as the hub has it (AttributeError'),
-    ('llama', 'tokenizer.json', b'{"model": {"vocab": {}}}', 'no description of a tokenizer'),
     ('vit', 'preprocessor_config.json', b'{"image_mean": [0.485]}', 'image_mean is [0.485]'),
     ('gpt2', 'model.safetensors', None, 'no model.safetensors')]
 
