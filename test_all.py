@@ -4881,19 +4881,6 @@ def test_readme_is_true_of_the_code():
     pinned = (HERE / 'requirements.txt').read_text()
     assert all(re.search(rf'^{re.escape(w)}\b', pinned, re.M) for w in wanted)
 
-def test_a_kept_state_has_forgotten_what_came_after(tmp_path):
-    """To the bit, by the last five lines of From Python: of a wrong guess nothing is left."""
-    lines = re.search(r'_, before = [^`]*', (HERE / 'assets' / 'RESULTS.md').read_text())[0]
-    model = small(layers='delta,softmax,sink,tova', n_layer=4, cache=5, overflow='sum:slots')
-    tokens, meta = torch.randint(256, (1, 9)), {'data': Data('byte', 256)}
-    given = dict(torch=torch, model=model, tokens=tokens, meta=meta, encode=vocabulary.encode)
-    with torch.inference_mode():                            # a growing cache is then written behind its end
-        found = runpy.run_path(put(tmp_path, 'lines.py', lines), given)
-        _, before = model(tokens[:, :-1])
-        mine, exact = pack(found['state']), pack(model(tokens[:, -1:], before)[1])
-    assert found['right'] == 0 and found['guess'].shape[1] == 7 and mine.keys() == exact.keys()
-    assert all(torch.equal(mine[name], exact[name]) for name in mine)
-
 def test_claims_have_sources_verdicts_and_commands():
     results = (HERE / 'assets' / 'RESULTS.md').read_text()
     head = '| claim | source | paper | ours | verdict | command |\n|---|---|---|---|---|---|\n'
