@@ -3767,23 +3767,6 @@ def of_transformers(path, name, config, **sizes):
     return layer
 
 @torch.no_grad()
-def test_the_layer_of_olmo_hybrid_is_a_mixer():
-    theirs = of_transformers('olmo_hybrid.modeling_olmo_hybrid', 'OlmoHybridGatedDeltaNet', 'OlmoHybridConfig',
-                             hidden_size=24, num_attention_heads=4, linear_num_key_heads=2, linear_num_value_heads=4)
-    K, V = theirs.head_k_dim, theirs.head_v_dim
-    mixer = model_py.Mixer(Config(
-        rule='gated_delta', n_embd=24, n_head=4, key_heads=2, value_heads=4, key_dim=K, value_dim=V, qkv_conv=4,
-        phi='identity', out_gate='silu', out_eps=1e-5 * K), 'gated_delta')
-    given = {'qkv.weight': torch.cat([getattr(theirs, f'{x}_proj').weight for x in 'qkv']),
-             'conv.weight': theirs.conv1d.weight[:, 0].T, 'gate.weight': theirs.g_proj.weight,
-             'memory.gates.proj.weight': torch.stack([theirs.b_proj.weight, theirs.a_proj.weight], 1).flatten(0, 1),
-             'memory.gates.log_rate': theirs.A_log.view(-1, 1, 1), 'memory.gates.bias_f': theirs.dt_bias.view(-1, 1, 1),
-             'out_norm.weight': theirs.o_norm.weight, 'proj.weight': theirs.o_proj.weight}
-    mixer.load_state_dict(given)
-    x = torch.randn(2, 70, 24)
-    near(mixer(x)[0], theirs(x), 1e-5)
-
-@torch.no_grad()
 def test_the_layer_of_kimi_linear_is_kda():
     theirs = of_transformers('kimi_linear.modeling_kimi_linear', 'KimiLinearDeltaAttention', 'KimiLinearConfig',
                              hidden_size=24, linear_head_dim=6, linear_num_heads=4)
