@@ -673,12 +673,6 @@ def close(found, exact, tol=1e-10):
 
 # ---- 6. What part one left out of the definitions ----------------------------------------------------------
 
-@pytest.mark.parametrize('C', [1, 16, 20, 33, 64])
-def test_triangles_are_inverted_by_what_is_below_their_diagonal(C):
-    L = torch.randn(3, C, C, dtype=f64).tril(-1) / C ** 0.5
-    M = kernels.inverted(L + torch.full_like(L, math.nan).triu())
-    near((torch.eye(C) + L) @ M, torch.eye(C, dtype=f64).expand_as(L))
-
 @pytest.mark.parametrize('name', FEATURE_MAPS)
 def test_feature_map_has_its_shape_and_traits_and_mixes_nothing(name):
     """Neither rows nor heads nor steps; and evaluation is fixed."""
