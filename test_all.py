@@ -4286,12 +4286,6 @@ def test_texts_of_unequal_length_are_joined(flags):
             near(logits[i], wanted[0], 1e-5)                    # angles of rope are fp32
         token = logits.argmax(-1)
 
-def test_a_long_prompt_says_how_far_it_is_read(a_model, capsys, monkeypatch):
-    bars = []
-    monkeypatch.setattr(model_py, 'progress', lambda items, label, delay: bars.append((label, *items)) or items)
-    written(capsys, f'--init={a_model("--rule=delta")}', '--prompt=' + 'ab' * 2100, '--tokens=1')
-    assert bars[0] == ('reading', 0, 2048, 4096)
-
 def test_of_many_texts_the_prompt_is_read_once(a_model, capsys):
     """Greedy, each is what it is alone."""
     for rule in 'delta', 'tova', 'softmax':
