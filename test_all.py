@@ -2178,14 +2178,6 @@ def test_a_suite_that_is_terminated_ends_its_training(characters, tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(suite.pid, signal.SIGKILL)
 
-def test_classes_may_be_more_than_tokens(tmp_path, capsys):
-    many = put(tmp_path, 'x.tsv', ''.join(f'{i}\ttext {j}\n' for j in range(11) for i in range(301)))
-    *sides, meta = prepare.load_set(many)
-    assert meta.classes == 301 and meta.ignore == 301 and meta.vocab_size == 257
-    init = f'--init={trained(many, tmp_path / "out", steps=1)}'
-    one, two = (written(capsys, init, f'--prompt={prompt}') for prompt in ('text 1', ' text 1\n'))
-    assert one == two                                           # lines of training have no ends
-
 
 # ---- 9. Data -----------------------------------------------------------------------------------------------
 
