@@ -754,17 +754,6 @@ def test_autocast_leaves_the_recurrence_alone(form):
         grads.append([o, S, *torch.autograd.grad(o.sum() + S.sum(), leaf)])
     near(*grads, 1e-6)
 
-@pytest.mark.parametrize('rule', ['window', 'h2o'])
-def test_a_cache_read_without_autocast_goes_on_with_it_and_back(rule):
-    model = GPT(Config(rule=rule, n_layer=1, n_embd=16, n_head=2, cache=4)).eval()
-    tokens = torch.randint(256, (1, 21))
-    state, logits = None, []
-    for i in range(0, 21, 3):
-        with torch.autocast('cpu', dtype=torch.bfloat16, enabled=i % 2 == 0):
-            one, state = model(tokens[:, i:i + 3], state)
-        logits.append(one.float())
-    near(torch.cat(logits, 1), model(tokens)[0], .1)
-
 def in_order(cached, *more):
     """Positions, keys and values by their position: tokens lie where there was room."""
     order = cached['pos'].argsort(-1)
