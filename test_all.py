@@ -2471,15 +2471,6 @@ def test_a_model_of_texts_reads_one_file_behind_the_other(kind, tmp_path):
         assert (y < meta.ignore).sum() == len(targets)
         assert vocabulary.decode(x, meta) == vocabulary.decode(x, like)               # with its line ends
 
-def test_a_model_of_texts_that_learned_from_pairs_still_reads_texts(text, a_model, tmp_path):
-    both = [put(tmp_path, name, 'yes\n' * 20) for name in 'ab']
-    start = [f'--out={tmp_path}/out', '--threads=1']
-    assert train.main([*start, f'--init={a_model("--rule=softmax")}', f'--data={":".join(both)}', '--steps=1']) == 0
-    model = f'{tmp_path}/out/ckpt.safetensors'
-    assert prepare.load_set(text, like=load(model)[1]['data'])[2].name == prepare.load_set(text)[2].name
-    assert train.main([*start, '--resume', '--steps=2']) == 0
-    assert train.main([f'--init={model}', f'--data={text}', f'--out={tmp_path}/next', '--steps=1']) == 0
-
 def test_two_processes_may_prepare_the_same_text(tmp_path, monkeypatch):
     """As torchrun's do: what one has written is there while the other writes the same once more."""
     mine = put(tmp_path, 'mine.txt', TEXT)
