@@ -1843,13 +1843,6 @@ def test_an_entry_of_a_config_json_is_of_its_kind_or_refused(usual, right, wrong
     if usual is not None:
         assert families.entry({}, 'x', usual) == families.entry({'x': None}, 'x', usual) == usual
 
-def test_a_picture_is_classified_whole(tmp_path, capsys):
-    in_hub_layout(tmp_path, 'vit')
-    run = f'--init={tmp_path}', '--prompt=' + '7 ' * 192
-    assert 'class 2' in written(capsys, *run)[0]
-    err = refused(capsys, sample.main, run[0], run[1][:201])
-    assert '96 tokens, but a row of this model has 192' in err
-
 @pytest.mark.parametrize('run, stream, code', [
     ('data/prepare.py nowhere', '2>&-', 2), ('data/prepare.py --help', '>&-', 0),
     ('data/prepare.py SET', '2>&1 | true', 141)])
