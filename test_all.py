@@ -1782,15 +1782,6 @@ def test_what_is_written_takes_no_other_file_away(a_model, text, tmp_path, monke
     assert 'embed.weight is not finite' in err
     assert before == {name: (tmp_path / name).read_bytes() for name in before}
 
-def test_what_a_tokenizer_cannot_read_is_told_in_one_line(tmp_path, capsys):
-    """A BERT's, which has no line ends, on pairs. And a word of a million letters is learned."""
-    in_hub_layout(tmp_path, 'bert')
-    put(tmp_path, 'tokenizer.json', word_pieces(['[UNK]']))
-    path = put(tmp_path, 'a', 'w1 w2\nw3\n' * 30)
-    err = refused(capsys, train.main, f'--init={tmp_path}', f'--data={path}:{path}')
-    assert 'know no line end' in err
-    assert 'a' * 64 in vocabulary.subwords(vocabulary.learn_tokenizer(b'a' * 10 ** 6, 300)).get_vocab()
-
 def test_an_output_without_utf8_gets_what_it_can_show(a_model, monkeypatch):
     """A new model's bytes are seldom characters."""
     ascii_only = io.TextIOWrapper(io.BytesIO(), 'ascii')
