@@ -2911,18 +2911,6 @@ def test_answers_are_correlated_with_labels_of_any_number_of_classes():
     assert train.agreement(counts)['matthews'] == pytest.approx(expected) and expected > .3
     assert train.agreement(counts * torch.tensor([[1], [0], [0]]))['matthews'] == 0     # always the same class
 
-def test_a_task_is_judged_by_its_rows(monkeypatch):
-    """On the way by more of them than a text, as each has one target."""
-    _, val, data = prepare.load_set('recall-kept')
-    assert len(train.blocks(20 * 256, 128, data)) == 20
-    assert train.score(data, 1.0, {'accuracy': .25}) == 'accuracy 25.0%'
-    monkeypatch.setattr(train, 'PART', 700)
-    rows = train.Rows(None, val, data, 128, torch.device('cpu'))
-    start, told = rows.judged()
-    assert len(start) == train.TASK_ROWS and told == 'start of validation'
-    start, told = dataclasses.replace(rows, meta=Data()).judged()
-    assert start.tolist() == [0, 128, 256, 384, 512]
-
 def test_carry_hands_the_state_on(text, tmp_path):
     """Four steps in which nothing is learned have the losses of one row of four times the length."""
     trained(text, tmp_path, '--carry', '--lr=0', '--log_every=1')
