@@ -2902,15 +2902,6 @@ def test_a_package_that_is_missing_is_named_before_any_work(text, tmp_path, caps
     assert '--tokenizer=byte does without it' in refused(capsys, train.main, *pairs)
     assert not os.listdir(tmp_path)
 
-def test_answers_are_correlated_with_labels_of_any_number_of_classes():
-    said, true = torch.randint(3, (2, 99))
-    said[:50] = true[:50]
-    both = F.one_hot(torch.stack([said, true]), 3).double()
-    expected = F.cosine_similarity(*(both - both.mean(1, keepdim=True)).flatten(1), 0).item()
-    counts = torch.bincount(3 * said + true, minlength=9).view(3, 3)
-    assert train.agreement(counts)['matthews'] == pytest.approx(expected) and expected > .3
-    assert train.agreement(counts * torch.tensor([[1], [0], [0]]))['matthews'] == 0     # always the same class
-
 def test_carry_hands_the_state_on(text, tmp_path):
     """Four steps in which nothing is learned have the losses of one row of four times the length."""
     trained(text, tmp_path, '--carry', '--lr=0', '--log_every=1')
