@@ -2306,7 +2306,6 @@ IMAGES, LABELS = 't10k-images-idx3-ubyte.gz', 't10k-labels-idx1-ubyte.gz'
 COLA_ZIP, WIKI_ZIP = 'cola_public_1.1.zip', 'wikitext-2-raw-v1.zip'
 
 @pytest.mark.parametrize('name, file, content, words', [
-    ('mnist', LABELS, idx(KINDS_OF_DIGITS[12:] + 8), 'target 1[0-4] is there, but vocab or classes end at 9'),
     ('mnist', LABELS, None, 'No such file.*labels'),
     ('mnist', IMAGES, idx(KINDS_OF_DIGITS), 'no idx file of items of 784 bytes'),
     ('mnist', IMAGES, idx(DIGITS)[:999], CUT_OFF),
@@ -2553,16 +2552,11 @@ def made(folder, x, y, ends, **more):
 
 @pytest.mark.parametrize('more, spoil, words', [
     (dict(labels=3), None, 'labels is 3: not ours'), (dict(chars=['a']), None, '300 is not the number of its tokens'),
-    (dict(classes=5), None, 'val.bin.*target 7|train.bin.*target 7'),         # a class that is none
-    (dict(classes=8), lambda data: data[:-2] + b'\x2c\x01', 'more or fewer targets than one'),
-    ({}, lambda data: b'\x2c\x01' + data[2:], 'holds token 300, the vocabulary ends at 299'),
-    (dict(ignore=301), lambda data: data[:-2] + b'\x2c\x01', 'target 300 is there, .* end at 299'),
     ({}, lambda data: data[:-5], 'val.bin: 187 bytes, not 192')])
 def test_what_a_prepared_set_says_and_holds_is_checked_before_a_model_is_built(more, spoil, words, tmp_path,
                                                                                capsys):
     x = np.tile(np.arange(8), (12, 1))
-    y = np.where(('classes' in more) & (x < 7), 300, x)                 # of a class the last target alone
-    folder = made(tmp_path, x, y, [6, 12], **{'vocab_size': 300, 'ignore': 300, **more})
+    folder = made(tmp_path, x, x, [6, 12], vocab_size=300, ignore=300, **more)
     if spoil:
         data = tmp_path / 'val.bin'
         data.write_bytes(spoil(data.read_bytes()))

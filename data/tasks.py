@@ -519,17 +519,8 @@ def to_rows(sides, entry, meta):
             across = entry.side // entry.patch
             squares = rows[:, 0].reshape(-1, across, entry.patch, across, entry.patch).swapaxes(2, 3)
             rows[:, 0] = squares.reshape(len(rows), -1)
-        check_targets(rows[:, 1], meta, 'these rows')
         arrays.append([rows])
     return arrays
-
-
-def check_targets(targets, meta, name):
-    """ValueError, with the name, for a target that counts but is no class, or beyond the vocabulary."""
-    highest = targets[targets != meta.ignore].max(initial=0)
-    possible = meta.classes or meta.vocab_size
-    if highest >= possible:
-        raise ValueError(f'{name}: target {highest} is there, but vocab or classes end at {possible - 1}')
 
 
 def classes(sides):
