@@ -2881,8 +2881,6 @@ def test_a_package_that_is_missing_is_named_before_any_work(text, tmp_path, caps
     monkeypatch.setitem(sys.modules, 'tokenizers', None)        # as if it were not installed
     for main, argv in (train.main, [f'--data={text}', f'--out={tmp_path}/no']), (prepare.main, [text]):
         assert 'pip install tokenizers' in refused(capsys, main, *argv, '--tokenizer=bpe:302')
-    pairs = [f'--data={text}:{text}', f'--out={tmp_path}/no', '--encoder=1']
-    assert '--tokenizer=byte does without it' in refused(capsys, train.main, *pairs)
     assert not os.listdir(tmp_path)
 
 def test_carry_hands_the_state_on(text, tmp_path):

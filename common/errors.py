@@ -27,7 +27,7 @@ def of_package(what):
     Exception, and writes lines of its own to standard error."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
+    except (KeyboardInterrupt, SystemExit, MemoryError, ImportError):
         raise
     except BaseException as e:      # noqa: BLE001  it raises nothing narrower
         raise ValueError(f'{what} ({str(e) or type(e).__name__})') from None
@@ -87,7 +87,7 @@ def script(main):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
         except ModuleNotFoundError as e:
-            message = f'{e}: pip install -r requirements.txt brings it'
+            message = f'{e}: pip install {e.name.partition(".")[0]}'
         except (MemoryError, RuntimeError) as e:                # torch's allocators raise a RuntimeError
             message = ('this takes more memory than there is; take fewer or shorter rows, or a smaller '
                        f'model ({e})')

@@ -33,21 +33,11 @@ def gpt2():
                          'tokenizer') from None
 
 
-def package(remedy=''):
-    """The package `tokenizers`, needed only for subwords. ValueError if it is not installed."""
-    try:
-        import tokenizers
-        return tokenizers
-    except ImportError:
-        raise ValueError('these tokens need a package that is not here: pip install tokenizers'
-                         f'{remedy}') from None
-
-
 def read_tokenizer(text):
     """The tokenizer that the text of a tokenizer.json describes. ValueError if it describes none"""
-    from_str = package().Tokenizer.from_str
+    import tokenizers
     with of_package('no description of a tokenizer'):
-        tokenizer = from_str(text)
+        tokenizer = tokenizers.Tokenizer.from_str(text)
     decoder = tokenizer.decoder.__getstate__() if tokenizer.decoder else b''        # its part of the JSON
     if re.search(b'"stop":[1-9]', decoder):                     # it panics, in many lines
         raise ValueError('its decoder strips the ends of texts; the package tokenizers cannot, of short ones')
@@ -68,7 +58,7 @@ def subwords(text, special=False):
 def learn_tokenizer(data, size):
     """Learn `size` tokens from UTF-8 data by byte pair encoding (Sennrich 2016, arXiv:1508.07909), or fewer
     if no more pairs repeat -> the text of a tokenizer.json. Bytes and words are treated as in GPT-2."""
-    tokenizers = package('; --tokenizer=byte does without it')
+    import tokenizers
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -261,9 +251,10 @@ def continued(text, tokens, meta, special=False):
 @functools.lru_cache(4)
 def unknown_id(text):
     """The id that stands for letters without a token, in a tokenizer.json. None: a byte always has one"""
+    import tokenizers
     about = json.loads(text)['model']
     tokenizer = subwords(text)
-    if tokenizer.get_vocab().keys() >= {*package().pre_tokenizers.ByteLevel.alphabet()}:
+    if tokenizer.get_vocab().keys() >= {*tokenizers.pre_tokenizers.ByteLevel.alphabet()}:
         return None
     if about.get('unk_token'):
         return tokenizer.token_to_id(about['unk_token'])

@@ -81,7 +81,6 @@ def tokenizer_of(folder, vocab):
         return Data('ids', vocab)
     if TOKENIZER not in texts:
         path = f'{os.path.join(folder, WORDS)} with {MERGES}'
-    vocabulary.package()                                        # outside try: the file is not to blame
     try:
         with as_the_hub(path):
             data = Data('json', vocab, json=whole_tokenizer(texts), marks=True)
@@ -103,11 +102,11 @@ def tokenizer_of(folder, vocab):
 
 def whole_tokenizer(texts):
     """The content of a tokenizer.json that says all that these files say; itself, if they say no more."""
+    from tokenizers import models, normalizers
     about = as_object(texts, TOKENIZER_CONFIG)
     content = texts.get(TOKENIZER) or byte_level(texts, about).to_str()
     tokenizer = vocabulary.read_tokenizer(content)
     before = tokenizer.to_str()
-    package = vocabulary.package()
     there = {token['content']: token for token in json.loads(content).get('added_tokens') or []}
     further, ids = further_tokens(texts, about, there)
     ids.update({word: token['id'] for word, token in there.items()})
@@ -118,8 +117,8 @@ def whole_tokenizer(texts):
             if tokenizer.token_to_id(word) != i:                # the package numbers them without gaps
                 raise ValueError(f'{word} is to be token {i}, but would be {tokenizer.token_to_id(word)}')
         is_bert = 'Bert' in (about.get('tokenizer_class') or 'Bert')
-        if how and is_bert and isinstance(tokenizer.model, package.models.WordPiece):
-            tokenizer.normalizer = package.normalizers.BertNormalizer(**how)
+        if how and is_bert and isinstance(tokenizer.model, models.WordPiece):
+            tokenizer.normalizer = normalizers.BertNormalizer(**how)
         if TOKENIZER not in texts:                              # else that says what stands around a text
             around(tokenizer, about, named(texts))
     after = tokenizer.to_str()
@@ -132,19 +131,19 @@ def byte_level(texts, about):
     kind = (about.get('tokenizer_class') or 'GPT2Tokenizer').removesuffix('Fast')
     if kind not in SPLITS:
         raise ValueError(f'how {kind} splits a text is not known here. {BY_THEM}')
-    package = vocabulary.package()
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     lines = texts[MERGES].removeprefix('\ufeff').split('\n')
     pairs = [tuple(line.split()) for line in lines if line.strip() and not line.startswith('#version')]
     with of_package('no description of a tokenizer'):
-        tokenizer = package.Tokenizer(package.models.BPE(json.loads(texts[WORDS]), pairs))
+        tokenizer = Tokenizer(models.BPE(json.loads(texts[WORDS]), pairs))
     spaced = bool(about.get('add_prefix_space'))
-    bytes_of = package.pre_tokenizers.ByteLevel(add_prefix_space=spaced, use_regex=SPLITS[kind] is None)
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=spaced, use_regex=SPLITS[kind] is None)
     tokenizer.pre_tokenizer = bytes_of
-    tokenizer.decoder = package.decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     if SPLITS[kind]:
-        split = package.pre_tokenizers.Split(package.Regex(SPLITS[kind]), 'isolated')
-        tokenizer.pre_tokenizer = package.pre_tokenizers.Sequence([split, bytes_of])
-        tokenizer.normalizer = package.normalizers.NFC()
+        split = pre_tokenizers.Split(Regex(SPLITS[kind]), 'isolated')
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
+        tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
 
@@ -152,6 +151,7 @@ def further_tokens(texts, about, there):
     """The tokens that files beside tokenizer.json list, or name as special -> a list of
     tokenizers.AddedToken, in the order in which they are added; the ids that the files give, {text: id}.
     there: {text: entry} of tokenizer.json; a token that is only named keeps the flags it has there"""
+    import tokenizers
     map_of = as_object(texts, NAMED)
     unnamed = [word for name in LISTS for word in listed_in(about, name) or listed_in(map_of, name)]
     special = {}
@@ -168,7 +168,7 @@ def further_tokens(texts, about, there):
     for entry in entries:
         entry['special'] = entry.get('special', False) or entry['content'] in special
     entries += [flags for word, flags in special.items() if word not in ids]
-    return [vocabulary.package().AddedToken(**entry) for entry in entries], ids
+    return [tokenizers.AddedToken(**entry) for entry in entries], ids
 
 
 def listed_in(about, name):
@@ -179,9 +179,10 @@ def listed_in(about, name):
 
 def around(tokenizer, about, special):
     """Put BOS before a text, and EOS behind it, or neither, as tokenizer_config.json says."""
+    import tokenizers
     before, behind = ([special[name]['content']] if about.get(f'add_{name}') else []
                       for name in ('bos_token', 'eos_token'))
-    tokenizer.post_processor = vocabulary.package().processors.TemplateProcessing(
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single=[*before, '$A', *behind],
         special_tokens=[(word, tokenizer.token_to_id(word)) for word in before + behind])
 

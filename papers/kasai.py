@@ -18,10 +18,7 @@ from papers.harness import DELTA, Line, Suite, Way, chosen, conversions, from_no
 def bleu(args, result, model, meta):
     """BLEU of a run's model on the first sources of the test side. By sacrebleu, Post 2018, arXiv:1804.08771.
     --full: with a beam of 4"""
-    try:
-        from sacrebleu import corpus_bleu
-    except ImportError:
-        raise ValueError('BLEU needs a package that is not here: pip install sacrebleu') from None
+    from sacrebleu import corpus_bleu
     beam, count = chosen(args, (1, 100), (4, 1000))
     test, data = prepare.test_side(result['data'], like=meta['data'])
     translations = []
