@@ -1643,7 +1643,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--writes=2 --phi=elu --norm=attn': 'one key'},
     sample: {
         '--rule=tova --cache=0': 'at least 1', '--system=x': 'means nothing',
-        '--model=x': r'mean --init\?', '--temp=1': r'mean --temperature\?',
+        '--temp=1': r'mean --temperature\?',
         '--rule=sink --cache=4': '--sinks=4', '--rule=window --overflow=sum:elu': 'hedgehog',
         '--positions=compress': 'bounded cache', '--device=meta': '--device=meta',
         '--beam=2': '--beam means nothing', '--source=a': 'knows no pairs',
