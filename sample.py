@@ -48,7 +48,7 @@ OFTEN = 'init prompt chat tokens temperature top_p rule cache dtype html'      #
 @dataclass
 class Args:
     init: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2; OWNER/NAME; a folder', path=True)
-    prompt: str = flag('', 'text, @file, - for standard input (@@ for a first @); empty: BOS, or a newline')
+    prompt: str = flag('', 'text, @file, - for standard input; empty: BOS, or a newline')
     chat: bool = flag(False, 'a conversation, in the chat template that the model brought')
     system: str = flag('', 'with --chat: a system prompt, or @file')
     lines: bool = flag(False, 'of a classifier: each line of --prompt is a text. For each, print its class, '

@@ -2036,8 +2036,6 @@ def test_files_and_standard_input_are_bytes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(raw)))
     monkeypatch.setenv('HOME', str(tmp_path))
     assert files.text_of('@~/a@b') == files.text_of('-') * 9 == raw.decode() * 9
-    assert files.text_of('@@me') == '@me'
-    assert flags_py.parse(['--prompt=--'], '', sample.Args)[0]['prompt'] == '--'
     assert flags_py.from_home('~/a:~/b~,~') == f'{tmp_path}/a:{tmp_path}/b~,{tmp_path}'
     *sides, meta = prepare.load_set(str(tmp_path / 'a@b'), tokenizer='char')
     assert vocabulary.decode(np.concatenate(sides), meta).encode() == raw * 9

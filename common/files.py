@@ -38,11 +38,9 @@ def lies_in(path, folder):
 
 
 def text_of(given):
-    """The text that a flag stands for: itself, @file, - for standard input; @@ for a first @."""
+    """The text that a flag stands for: itself, @file, - for standard input."""
     if given == '-':
         return as_utf8(sys.stdin.buffer.read(), 'standard input')
-    if given.startswith('@@'):
-        return given[1:]
     if given.startswith('@'):
         path = os.path.expanduser(given[1:])
         return as_utf8(read_file(path), path)

@@ -183,9 +183,8 @@ def parse(argv, doc, *classes, first=''):
         raise ValueError(why.removeprefix('argument '))
     parser.error = error
     known_flags, unknown = parser.parse_known_args(argv)
+    given = vars(known_flags)
     for word in unknown:
         raise ValueError(f'{word}: no such flag{hint(word.partition("=")[0], flags)}; --help lists them')
-    given = {name: '--' if value == [] else value       # argparse makes a list of --prompt=--
-             for name, value in vars(known_flags).items()}
     return [{field.name: given[field.name] for field in dataclasses.fields(c) if field.name in given}
             for c in classes]
