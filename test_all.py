@@ -2407,8 +2407,6 @@ def test_files_of_your_own_fit_the_rows_of_a_model_or_are_cut_off(published, tmp
     assert '36 of 47 texts have more than 15 tokens' in capsys.readouterr().out
     with pytest.raises(ValueError, match='no test side'):
         prepare.test_side(name, like=like)
-    name, flags = published('polarity')                         # a set by name, its file at hand
-    assert prepare.load_set(f'{name}:{flags["file"]}')[2].name.startswith('polarity-')
 
 @pytest.mark.parametrize('kind', ['byte', 'llama2', 'llama3'])
 def test_a_model_of_texts_reads_one_file_behind_the_other(kind, tmp_path):
@@ -4387,14 +4385,14 @@ def test_a_model_that_talks_is_judged_beside_caches_of_as_many_bytes(tmp_path, f
             assert answer['content'][:-1] in told and asked['content'].endswith(f"What is {answer['content'].split()[0]} number?")
     assert len(written) == 10 and len({str(messages) for messages in written}) == 10
 
-def test_bench_fine_tunes_a_pretrained_model_on_a_set_from_a_folder(monkeypatch, tmp_path):
+def test_bench_fine_tunes_a_pretrained_model(monkeypatch, tmp_path):
     monkeypatch.setattr(zhang, 'runs', lambda args, suite: (suite, harness.ways_of(args, suite)))
     monkeypatch.setattr(prepare, 'load_set', lambda name: (None, None, Data(row=8)))
-    flags = dict(data='cola:there', init='M', dtype=torch.bfloat16)
+    flags = dict(data='cola', init='M', dtype=torch.bfloat16)
     args = bench.Args(**flags, out=str(tmp_path))
     glue = dataclasses.replace(bench.SUITES['glue'])
     suite, ways = zhang.classifiers(args, glue)
-    assert suite.figure == 'matthews' and list(ways) == ['cola'] and ways['cola'].data == 'cola:there'
+    assert suite.figure == 'matthews' and list(ways) == ['cola'] and ways['cola'].data == 'cola'
     assert '--init=M ' in ways['cola'].train
     assert all('--lr=5e-5 --dtype=bfloat16' in how for how in (ways['cola'].train, ways['cola'].how))
     harness.draw(args, glue, [dict(form='a', part='cola', ours=3, least=3, most=3)])
@@ -4645,13 +4643,6 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
     assert [half[f'quarter {i}'] for i in range(4)] == [0, 0, 100, 100] and 35 < half['accuracy'] < 65
     assert [most[f'quarter {i}'] for i in range(4)] == [0, 100, 100, 100]
     assert few.call_args[0] == (model, 'tova', 64)
-
-def test_bench_answers_asks_about_the_text_that_is_named(few_facts, tmp_path, monkeypatch):
-    asked = Mock(return_value={'accuracy': 50., 'minutes': 0})
-    monkeypatch.setattr(oren, 'once', asked)
-    monkeypatch.setattr(oren, 'a_line', lambda *_: {'path': ''})
-    ran(tmp_path, 'answers', f'--data=facts-256:{few_facts}', '--only=softmax,tova', '--seeds=1')
-    assert [call.kwargs['task'] for call in asked.call_args_list] == 4 * [f'facts-256:{few_facts}']
 
 
 # ---- 14. The repository itself -----------------------------------------------------------------------------

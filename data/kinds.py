@@ -134,7 +134,6 @@ class Set(NamedTuple):
     meta: dict = {}                 # entries of Data                                           # noqa: RUF012
     side: int = 0                   # of a square picture, in pixels
     patch: int = 0                  # p x p pixels are one input
-    # what a name adds: listops-2048, cola:FOLDER, a file of your own
+    # what a name adds: listops-2048, a file of your own
     base: str = ''                  # the set whose folder has the files
-    file: str = ''                  # read from there
     own: str = ''                   # your own files, of this kind

@@ -35,7 +35,6 @@ lines.
 """
 import contextlib
 import functools
-import glob
 import json
 import math
 import os
@@ -123,13 +122,10 @@ OWN_FILES = {       # a folder's name begins with this name, so they never colli
 
 
 def find_set(name):
-    """The entry of a data set in DATASETS; None if there is no such set. Other row lengths, picture patches
-    and files of yours make sets of their own: listops-2048, mnist-patch7, cola:FOLDER."""
+    """The entry of a data set in DATASETS; None if there is no such set. Other row lengths and
+    picture patches make sets of their own: listops-2048, mnist-patch7."""
     if name in DATASETS:
         return DATASETS[name]
-    base, _, path = name.partition(':')
-    if os.path.exists(path) and find_set(base):
-        return find_set(base)._replace(base=base, file=path)
     match = re.fullmatch(r'(.+)-(patch)?([1-9]\d{0,4})', name)
     if not match or match[1] not in DATASETS:
         return None
@@ -247,9 +243,6 @@ def holds(folder, like):
 def usual_folder(name, entry, tokenizer):
     """The name of a data set's folder, if its tokens are the usual ones. That for your own files depends on
     their content."""
-    if entry.file:
-        paths = sorted(filter(os.path.isfile, glob.glob(f'{entry.file}/*'))) or [entry.file]
-        return f'{entry.base}-{files.short_hash(b"".join(map(files.read_file, paths)))}'
     if not entry.own:
         return name.replace(':', '-')
     paths = files_of(name)
@@ -272,7 +265,6 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
     entry = entry_of(name, like)
     wish = like or Data(tokenizer or entry.tokenizer)
     refuse(cannot_be_in(wish, entry, name))
-    file = file or entry.file
     if file and not entry.files and entry.way != 'facts':
         raise ValueError(f'--file means nothing for {name}: it is not fetched')
     folder = place(name, root, wish if entry.own else like)

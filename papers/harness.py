@@ -333,14 +333,11 @@ def ways_of(args, suite):
     """The ways to run. --data selects among those that name their data."""
     ways = {name: way for name, way in suite.ways.items() if way.full in (None, args.full)}
     sets = [way.data for way in ways.values()]
-    named = args.data
-    if named not in sets:
-        named = named.partition(':')[0]             # cola of cola:FOLDER, which is cola, read from there
-    if args.data and all(sets) and named not in sets:
+    if args.data and all(sets) and args.data not in sets:
         raise ValueError(f'--data={args.data}: choose from {", ".join(sets)}')
     to_run = {}
     for name, way in ways.items():
-        if args.data and way.data and named != way.data:
+        if args.data and way.data and args.data != way.data:
             continue
         data = args.data or way.data or 'stdlib'
         _, _, meta = prepare.load_set(data)
