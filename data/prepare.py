@@ -94,7 +94,6 @@ def local_text(path):
 
 # ---- the sets ----------------------------------------------------------------------------------------------
 
-HF_SITE = 'https://huggingface.co'                                  # the variable HF_ENDPOINT replaces it
 WIKI = functools.partial(tasks.named, names=['wiki.train.raw', 'wiki.valid.raw'])
 DATASETS = {
     'stdlib': Set("the .py files of Python's standard library, 12 MB", 'text', stdlib),
@@ -105,12 +104,12 @@ DATASETS = {
     'wikitext2': Set(
         'WikiText-2 raw, 11 MB, CC BY-SA', 'text', WIKI, 'gpt2', files={
             'wikitext-2-raw-v1.zip': 'ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11'},
-        urls=('https://wikitext.smerity.com', f'{HF_SITE}/datasets/ggml-org/ci/resolve/main')),
+        urls=('https://wikitext.smerity.com', 'https://huggingface.co/datasets/ggml-org/ci/resolve/main')),
     'wikitext103': Set(
         'WikiText-103 raw, 540 MB, CC BY-SA', 'text', WIKI, 'gpt2', files={
             'wikitext-103-raw-v1.zip': '91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794'},
         urls=('https://wikitext.smerity.com',
-              f'{HF_SITE}/datasets/mattdangerw/wikitext-103-raw/resolve/main')),
+              'https://huggingface.co/datasets/mattdangerw/wikitext-103-raw/resolve/main')),
     **tasks.SETS,
 }
 OWN_FILES = {       # a folder's name begins with this name, so they never collide
@@ -179,11 +178,10 @@ def fetch(name, entry, root=None, file=None):
     folder = place(entry.base or name, root)
     if file and several:
         raise ValueError(f'--file={file} is no folder; {name} is made from {" and ".join(entry.files)}')
-    hub = (os.environ.get('HF_ENDPOINT') or HF_SITE).rstrip('/')
     paths = []
     for base, sha256 in entry.files.items():
         path = file or os.path.join(folder, base)
-        links = [f'{site}/{base}'.replace(HF_SITE, hub) for site in entry.urls]
+        links = [f'{site}/{base}' for site in entry.urls]
         if not file and not os.path.exists(path):
             files.download(links, path, sha256=sha256)
         remedy = '--file=' if file else 'delete or replace '
