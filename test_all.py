@@ -1684,13 +1684,13 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         'real --init=ROPE': '--beside= is missing',
         'far --lengths=70 --init=LEARNED': '16 positions'},
     prepare: {
-        'mnist-9': "no data set or file 'mnist-9'", 'mnist-patch5': 'patches of 5 x 5',
+        'mnist-9': "no data set or file 'mnist-9'", '': "no data set or file ''; choose from",
         'listops-63': '64 to 8,192',
-        'mnist --file=WORDS': 'is no folder; mnist is made from train-images',
+        'mnist --file=WORDS': 'not the file of mnist: sha256 is',
         'recall --tokenizer=byte': 'can be ids', 'WORDS --file=x': 'means nothing',
         'facts-127 --file=WORDS': '127 tokens: facts needs 128 or more$',
         'facts-128 --file=FEW_WORDS': '4 different words',
-        'group:Q8': "no .*'group'.* group:Z2, group:S3, group:A5", 'group:S3-99999': 'at most 1,342',
+        'group:Q8': "no .*'group'.* group:Z2, group:S3, group:A5",
         'WORDS --tokeniser=byte': r'mean --tokenizer\?'}}
 
 @pytest.mark.parametrize('script, flags', [(script, flags) for script in REFUSED

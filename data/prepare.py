@@ -132,9 +132,6 @@ def find_set(name):
     entry = DATASETS[base]._replace(base=base)
     n = int(number)
     if patch and entry.side:
-        if entry.side % n:
-            raise ValueError(f'{name}: patches of {n} x {n} pixels do not divide pictures of {entry.side} x '
-                             f'{entry.side}; take a divisor of {entry.side}')
         return entry._replace(patch=n)
     if entry.length and not patch:
         return entry._replace(length=n)
@@ -172,12 +169,10 @@ def entry_of(name, like=None):
 def fetch(name, entry, root=None, file=None):
     """The paths of the files that a set is made from, or a folder in place of an archive. They are --file
     itself, or lie in it, or lie in the set's folder (also if put there by hand); else they are downloaded."""
-    several = len(entry.files) > 1
     if file and os.path.isdir(file):                            # `make` reports missing files
+        several = len(entry.files) > 1
         return [os.path.join(file, base) for base in entry.files] if several else [file]
     folder = place(entry.base or name, root)
-    if file and several:
-        raise ValueError(f'--file={file} is no folder; {name} is made from {" and ".join(entry.files)}')
     paths = []
     for base, sha256 in entry.files.items():
         path = file or os.path.join(folder, base)
@@ -571,9 +566,6 @@ def main(argv):
     what, commands, rest = (__doc__ or '\n\n\n\n').split('\n\n', 2)
     doc = f'{what}\n\n{commands}\nSets, and their tokens:\n{sets}\n\n{rest}'
     [given] = parse(argv[1:] if name else argv, doc, Args, first='tokenizer file')
-    if not name:
-        raise ValueError('give a text file, two of parallel lines (a.en:a.de), or one of '
-                         f'{", ".join(DATASETS)}')
     name = from_home(name)
     args = Args(**given)
     if find_set(name) or not os.path.isdir(name):
