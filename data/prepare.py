@@ -139,14 +139,8 @@ def find_set(name):
 
 
 def files_of(name):
-    """The paths in a name for your own files: one, or two separated by a colon. Paths may have colons."""
-    if os.path.exists(name):
-        return [name]
-    for colon in re.finditer(':', name):
-        both = [name[:colon.start()], name[colon.end():]]
-        if all(map(os.path.exists, both)):
-            return both
-    return name.split(':', 1)
+    """The paths in a name for your own files: one, or two separated by a colon."""
+    return [name] if os.path.exists(name) else name.split(':', 1)
 
 
 def entry_of(name, like=None):
