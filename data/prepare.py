@@ -313,7 +313,7 @@ def labelled(entry, paths, meta, wish):
     class."""
     texts, classes = zip(*entry.make(*paths))
     learn_with_pad(texts, meta, wish)
-    meta.classes = tasks.classes(classes)
+    meta.classes = 1 + max(max(labels)[0] for labels in classes)
     tokens, meta.row = fitted(texts, meta, entry.length, wish.row, 32)
     shuffled = []
     for x, y in zip(tokens, classes):
