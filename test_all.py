@@ -3996,8 +3996,8 @@ def test_chats_are_learned_in_the_models_template(tmp_path, capsys, monkeypatch)
     assert cut.row == 24 and (short.reshape(-1, 2, 24)[:, 0] == train_side.reshape(-1, 2, wide)[:, 0, :24]).all()
     for name, text, flags, why in (
             ('mine.jsonl', lines[0], [], 'that has such a template: --init=FOLDER'),
-            ('z.jsonl', '\n\n'.join(lines[:9]), [f'--init={tmp_path}'], '9 conversations: give at least 10'),
-            ('r.jsonl', '\n'.join(lines).replace('assistant', 'bot'), [f'--init={tmp_path}'], 'no answers to learn'),
+            ('z.jsonl', '\n\n'.join(lines[:9]), [f'--init={tmp_path}'], 'give at least 10 conversations'),
+            ('r.jsonl', '\n'.join(lines).replace('assistant', 'bot'), [f'--init={tmp_path}'], 'too few answers to learn'),
             ('x.jsonl', lines[0] + '\n{"text": "no"}', [f'--init={tmp_path}'], 'line 2: .* is not a conversation'),
             ('y.jsonl', '{"messages": [{"role": "user", "content": ["a"]}]}', [f'--init={tmp_path}'], 'line 1: ')):
         assert re.search(why, refused(capsys, train.main, f'--data={put(tmp_path, name, text)}', *flags))

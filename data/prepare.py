@@ -380,13 +380,10 @@ def chats(entry, paths, meta, wish):
         cut = [(x[:most], y[:most]) for x, y in rows]
         kept = [(x, y) for x, y in cut if any(target != none for target in y)]
         sides.append(tuple(map(list, zip(*kept))) or ([], []))
-        tokens = sum(len(x) for x, _ in kept)
-        targets = sum(target != none for _, y in kept for target in y)
-        longer = sum(len(x) > most for x, _ in rows)
-        print(f'{len(kept):,} of {len(rows):,} conversations have answers in their first {most:,} tokens; '
-              f'{longer:,} are longer. Of {tokens:,} tokens {targets:,} are targets')
+        print(f'{len(kept):,} of {len(rows):,} conversations have answers in their first {most:,} tokens')
     if not all(x for x, _ in sides):
-        raise ValueError('no answers to learn from: the role of who gives them is "assistant"')
+        raise ValueError('too few answers to learn from: give at least 10 conversations, as every tenth '
+                         'validates; the role of who answers is "assistant"')
     meta.row = row_length([x for x, _ in sides], most, 8)
     return tasks.to_rows(sides, entry, meta)
 

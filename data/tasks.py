@@ -427,8 +427,6 @@ def conversations(path):
             raise ValueError(f'{path}, line {number}: {line[:30]!r} is not a conversation, {expected}; to '
                              'read it as plain text, call the file .txt')
         found.append(messages)
-    if len(found) < 10:
-        raise ValueError(f'{len(found)} conversations: give at least 10, as every tenth validates')
     [train], [val] = every_tenth([found])
     return train, val
 
