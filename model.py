@@ -1434,9 +1434,9 @@ def load(source, device='cpu', revision='main', check=None, dtype=torch.float32,
         check(config, meta)
     if folder is None:
         weights, meta = checkpoint(source)
-    data = meta['data'] = Data.from_dict(meta['data'], source)
-    if data.json:
-        with of_package(f'{source}: no tokens'):
+    with of_package(f'{source}: no tokens'):
+        data = meta['data'] = Data(**meta['data'])
+        if data.json:
             vocabulary.subwords(data.json)
     if data.is_joined:
         data.row = 0                    # the rows were those of the pairs: the model reads any text

@@ -48,21 +48,6 @@ class Data:
     files: dict = None              # of its folder, by name; None: it is no folder's
     labels: list = field(default_factory=list)      # names of its classes
 
-    @classmethod
-    def from_dict(cls, raw, where):
-        """The description in a file. ValueError, beginning with `where`, if it is not ours, or of another
-        version."""
-        if type(raw) is not dict:
-            raise ValueError(f'{where}: {raw!r:.60}: not ours, or of another version')
-        kinds = {of.name: of.type for of in dataclasses.fields(cls)}
-        for name, value in raw.items():
-            if type(value) is not kinds.get(name):
-                raise ValueError(f'{where}: {name} is {value!r:.60}: not ours, or of another version')
-        data = cls(**raw)
-        if data.vocab_size == 0 or data.chars and len(data.chars) != data.vocab_size:
-            raise ValueError(f'{where}: vocab_size {data.vocab_size} is not the number of its tokens')
-        return data
-
     def as_dict(self):
         """What is not the default, for JSON."""
         absent = Data()

@@ -214,16 +214,15 @@ def place(name, root=None, like=None):
 
 
 def described(folder):
-    """What the meta.json of a prepared folder says. OSError or ValueError if it is missing or broken"""
-    path = os.path.join(folder, 'meta.json')
-    return Data.from_dict(json.loads(files.read_file(path)), path)
+    """What the meta.json of a prepared folder says. An error if it is missing or broken."""
+    return Data(**json.loads(files.read_file(os.path.join(folder, 'meta.json'))))
 
 
 def holds(folder, like):
     """Whether a set with the tokens and rows of `like` is prepared in a folder."""
     try:
         return described(folder).has_tokens_of(like)
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         return False
 
 
