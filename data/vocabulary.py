@@ -70,19 +70,6 @@ def learn_tokenizer(data, size):
 
 
 @functools.lru_cache(4)
-def numbers(n):
-    """['0', '1', ..]. Kept, as a vocabulary may have 250,000 tokens, and decode asks at each step."""
-    return [str(i) for i in range(n)]
-
-
-def units(meta):
-    """The text of each token id of a char, words or ids tokenizer."""
-    if meta.tokenizer == 'ids':
-        return numbers(meta.vocab_size)
-    return meta.chars
-
-
-@functools.lru_cache(4)
 def ids_of(units):
     """{text of a token: its id}. Kept, as a set may have thousands of tokens, and encode a text a line."""
     return {unit: i for i, unit in enumerate(units)}
@@ -102,14 +89,14 @@ def encode(text, meta, special=False):
             tokenizer = subwords(meta.json, special)
             ids = tokenizer.encode(text, add_special_tokens=False).ids
         return in_vocabulary(ids, meta)
-    ids = ids_of(tuple(units(meta)))
-    if kind in FIXED:
+    if kind == 'ids':
+        return in_vocabulary([int(number) for number in text.split()], meta)
+    ids = ids_of(tuple(meta.chars))
+    if kind == 'words':
         text = text.split()
     unknown = sorted({unit for unit in text if unit not in ids})
     if unknown:
         words = ' or '.join(repr(u[:20]) for u in unknown[:10])
-        if kind == 'ids':
-            words += '; its tokens are only numbers, as in --prompt="7 8"'
         raise ValueError(f'there is no token for {words}')
     return [ids[unit] for unit in text]
 
@@ -187,9 +174,10 @@ def decode(tokens, meta):
     if meta.json:
         with of_package('its tokenizer cannot write these tokens'):
             return subwords(meta.json).decode(tokens, skip_special_tokens=False)
-    table = units(meta)
-    words = [table[t] for t in tokens]
-    return (' ' if kind in FIXED else '').join(words)
+    if kind == 'ids':
+        return ' '.join(map(str, tokens))
+    words = [meta.chars[t] for t in tokens]
+    return (' ' if kind == 'words' else '').join(words)
 
 
 # Most tokenizers split before a space between two letters, both ASCII or both of two bytes, as in Greek. Any
