@@ -99,13 +99,10 @@ def write_json(path, content):
     write_file(path, [json.dumps(content, indent=1).encode()])
 
 
-def check_file(path, name, size=None, sha256=None):
-    """ValueError, which begins with `name`, if a file has not this size and sha256. None: not known"""
-    length = os.path.getsize(path)
-    if size is not None and length != size:
-        raise ValueError(f'{name}: {length:,} bytes, not {size:,}')
+def check_file(path, name, sha256):
+    """ValueError, which begins with `name`, if a file has not this sha256. None: not known"""
     if sha256:
-        data = np.memmap(path, mode='r') if length else b''     # mapped: files may be gigabytes
+        data = np.memmap(path, mode='r') if os.path.getsize(path) else b''      # mapped: may be gigabytes
         digest = hashlib.sha256(data).hexdigest()
         if digest != sha256:
             raise ValueError(f'{name}: sha256 is {digest}, not {sha256}')
@@ -126,7 +123,7 @@ def download(links, path, sha256=None):
             try:
                 with atomic(path) as temp:
                     receive(link, temp)
-                    check_file(temp, link, sha256=sha256)
+                    check_file(temp, link, sha256)
                 return
             except requests.RequestException as e:
                 problem = f'{link}: {type(e).__name__}: {str(e)[:100]}'

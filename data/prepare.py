@@ -174,7 +174,7 @@ def fetch(name, entry, root=None, file=None):
         if not file and not os.path.exists(path):
             files.download(links, path, sha256=sha256)
         remedy = '--file=' if file else 'delete or replace '
-        files.check_file(path, f'{remedy}{path}, which is not the file of {name}', sha256=sha256)
+        files.check_file(path, f'{remedy}{path}, which is not the file of {name}', sha256)
         paths.append(path)
     return paths
 
@@ -507,10 +507,8 @@ def test_side(name, like=None):
 def mapped(folder, meta, side):
     """A memory map of the tokens of one side, whose checksum is verified here."""
     path = os.path.join(folder, side + '.bin')
-    about = getattr(meta, side)
-    dtype = np.dtype(meta.dtype)
-    files.check_file(path, path, about['tokens'] * dtype.itemsize, about['sha256'])
-    return np.memmap(path, dtype, 'r')
+    files.check_file(path, path, getattr(meta, side)['sha256'])
+    return np.memmap(path, meta.dtype, 'r')
 
 
 def trained_on(meta, source):
