@@ -436,18 +436,14 @@ def save_set(folder, meta, sides):
     """Write the token arrays of each side, and meta with dtype, counts and sha256: all files, or none."""
     dtype = np.min_scalar_type(meta.ignore if meta.row else meta.vocab_size - 1)
     meta.dtype = dtype.name
-    path = os.path.join(folder, 'meta.json')
-    with contextlib.ExitStack() as new:
-        about = new.enter_context(files.atomic(path))           # entered first, so it is renamed last
+    with contextlib.ExitStack() as new:                         # entered first, so it is renamed last
+        about = new.enter_context(files.atomic(os.path.join(folder, 'meta.json')))
         for side, arrays in zip((*SIDES, 'test'), sides):
             data = new.enter_context(files.atomic(os.path.join(folder, side + '.bin')))
             digest = files.write_blocks(data, (a.astype(dtype, copy=False).ravel() for a in arrays))
             counts = {'sha256': digest, 'tokens': os.path.getsize(data) // dtype.itemsize}
             setattr(meta, side, {**(getattr(meta, side) or {}), **counts})
-        text = json.dumps(meta.as_dict(), indent=1).encode()
-        files.write_blocks(about, [text])
-        if os.path.exists(path) and files.read_file(path) != text:      # others may read this set just now
-            os.remove(path)                                     # so nobody combines old and new files
+        files.write_blocks(about, [json.dumps(meta.as_dict(), indent=1).encode()])
 
 
 # ---- load --------------------------------------------------------------------------------------------------
@@ -473,11 +469,9 @@ def load_set(name, root=None, tokenizer=None, like=None):
     try:
         meta = described(folder)
         train, val = (mapped(folder, meta, side) for side in SIDES)
-        if meta.test:
-            mapped(folder, meta, 'test')                        # checks that it is not broken, either
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
-        remedy = 'prepare it anew' if folder == name else f'delete {folder} to have it made anew'
-        raise ValueError(f'{path} or its .bin files are broken ({type(e).__name__}: {e}); {remedy}') from None
+        raise ValueError(f'{path} or its .bin files are broken ({type(e).__name__}: {e}); prepare it anew, '
+                         'or delete the folder to have it made anew') from None
     if like and not meta.has_tokens_of(like):
         raise ValueError(f'--data={name}: not in the tokens wanted ({like.summary()}), but in others '
                          f'({meta.summary()}); give the text itself, or a set that can be made in these')
