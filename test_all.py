@@ -3815,8 +3815,6 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('gpt2', 'transformer.h.0.mlp.c_fc.weight', (12, 16), 'shape (12, 16), expected (16, 12)'),
     ('bert', 'classifier.weight', (1, 16), 'one row'), ('llama', 'config.json', b'[]', 'not as the hub has it'),
     ('llama', 'tokenizer.json', b'{}', 'no description of a tokenizer'),
-    ('llama', 'tokenizer.json', (b'{"model": {"type": "WordLevel", "vocab": {}, "unk_token": "a"}, "decoder": '
-     b'{"type": "Strip", "content": " ", "start": 0, "stop": 1}}'), 'tokenizer.json: its decoder strips'),
     ('llama', 'tokenizer_config.json', b'{"chat_template": ["x"]}', 'not as the hub has it (AttributeError'),
     ('vit', 'preprocessor_config.json', b'{"image_mean": [0.485]}', 'image_mean is [0.485]'),
     ('gpt2', 'model.safetensors', None, 'no model.safetensors')]
