@@ -23,14 +23,9 @@ OF_TEXTS = f'{", ".join(TOKENIZERS)} or bpe:N, N from {LEARNED[0]} to {LEARNED[-
 
 
 def gpt2():
-    """GPT-2's tokenizer, downloaded once (1.5 MB). ValueError if it is neither cached nor can be fetched."""
-    try:
-        import tiktoken
-        return tiktoken.get_encoding('gpt2')
-    except (OSError, ValueError) as e:
-        raise ValueError(f"cannot get GPT-2's tokenizer ({type(e).__name__}: {str(e)[:60]}...); set "
-                         'TIKTOKEN_CACHE_DIR to a folder where tiktoken cached it before, or take another '
-                         'tokenizer') from None
+    """GPT-2's tokenizer, downloaded once (1.5 MB), into TIKTOKEN_CACHE_DIR if that is set."""
+    import tiktoken
+    return tiktoken.get_encoding('gpt2')
 
 
 def read_tokenizer(text):
