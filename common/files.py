@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 
 import numpy as np
 
@@ -113,26 +112,19 @@ TIMEOUT = 10, 30        # seconds that requests waits for a connection, and for 
 
 def download(links, path, sha256=None):
     """Download path from the first link that has the right file. ValueError if none has: each is missing, or
-    has another sha256. A broken connection is tried three times more, from the start. A server that does not
-    answer is not asked again. requests honours HTTPS_PROXY."""
+    has another sha256. requests honours HTTPS_PROXY."""
     import requests
     problems = []
     for link in links:
-        for attempt in range(4):
-            time.sleep(attempt / 2)
-            try:
-                with atomic(path) as temp:
-                    receive(link, temp)
-                    check_file(temp, link, sha256)
-                return
-            except requests.RequestException as e:
-                problem = f'{link}: {type(e).__name__}: {str(e)[:100]}'
-                if isinstance(e, requests.Timeout):
-                    break
-            except ValueError as e:
-                problem = str(e)
-                break
-        problems.append(problem)
+        try:
+            with atomic(path) as temp:
+                receive(link, temp)
+                check_file(temp, link, sha256)
+            return
+        except requests.RequestException as e:
+            problems.append(f'{link}: {type(e).__name__}: {str(e)[:100]}')
+        except ValueError as e:
+            problems.append(str(e))
     raise ValueError(f'{"; ".join(problems)}; try again, or put the file at {path} by hand (its sha256: '
                      f'{sha256 or "not known"})')
 
