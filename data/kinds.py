@@ -45,18 +45,14 @@ class Data:
     template: str = ''              # its chat template
     special: dict = field(default_factory=dict)     # special tokens: their ids
     ends: list = field(default_factory=list)        # ids that end a text
-    files: dict = None              # of its folder, by name; None: it is no folder's
+    files: dict = None              # of its folder, by name; None: it is none of the hub
     labels: list = field(default_factory=list)      # names of its classes
 
     def as_dict(self):
-        """What is not the default, for JSON."""
-        absent = Data()
-        found = {}
-        for of in dataclasses.fields(self):
-            value = getattr(self, of.name)
-            if of.name in ('tokenizer', 'vocab_size') or value != getattr(absent, of.name):
-                found[of.name] = value
-        return found
+        """What is not the default, and the tokenizer, for JSON."""
+        absent = Data('')
+        values = {of.name: getattr(self, of.name) for of in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value != getattr(absent, name)}
 
     @property
     def kind(self):
@@ -76,20 +72,13 @@ class Data:
         return self.pad is not None and not (self.classes or self.source)
 
     @property
-    def from_hub(self):
-        """Whether it came with a model of the hub."""
-        return self.files is not None
-
-    @property
     def step(self):
         """How many numbers of a .bin file a row takes: inputs, then targets. A text has no rows: 1"""
         return 2 * self.row or 1
 
     def of_tokens(self):
         """{field: value} of what is known of tokens and the length of rows."""
-        absent = Data('')
-        known = {name: getattr(self, name) for name in OF_TOKENS}
-        return {name: value for name, value in known.items() if value != getattr(absent, name)}
+        return {name: value for name, value in self.as_dict().items() if name in OF_TOKENS}
 
     def has_tokens_of(self, like):
         """Whether tokens and rows are what `like` says of them. It need not say all."""
