@@ -158,7 +158,7 @@ def parse(argv, doc, *classes, first=''):
     screen = partial(argparse.RawDescriptionHelpFormatter, max_help_position=25, width=110)
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=f'{what}\n\n{commands}',
                                      argument_default=argparse.SUPPRESS, allow_abbrev=False,
-                                     formatter_class=screen, add_help=False)
+                                     formatter_class=screen)
     often = parser.add_argument_group('often needed')
     others = parser.add_argument_group('more', ''.join(rest))
     flags = {}
@@ -176,8 +176,6 @@ def parse(argv, doc, *classes, first=''):
         default = '' if field.default is None else str(field.default)
         group.add_argument(name, dest=field.name, type=partial(value_of, field), metavar=default,
                            help=about.replace('%', '%%'), **alone)
-
-    others.add_argument('-h', '--help', action='help', help='show all this')
 
     def error(why):
         raise ValueError(why.removeprefix('argument '))
