@@ -3993,7 +3993,7 @@ def test_chats_are_learned_in_the_models_template(tmp_path, capsys, monkeypatch)
     assert cut.row == 24 and (short.reshape(-1, 2, 24)[:, 0] == train_side.reshape(-1, 2, wide)[:, 0, :24]).all()
     for name, text, flags, why in (
             ('mine.jsonl', lines[0], [], 'that has such a template: --init=FOLDER'),
-            ('z.jsonl', '\n\n'.join(lines[:9]), [f'--init={tmp_path}'], 'give at least 10 conversations'),
+            ('z.jsonl', '\n'.join(lines[:9]), [f'--init={tmp_path}'], 'give at least 10 conversations'),
             ('r.jsonl', '\n'.join(lines).replace('assistant', 'bot'), [f'--init={tmp_path}'], 'too few answers to learn'),
             ('x.jsonl', lines[0] + '\n{"text": "no"}', [f'--init={tmp_path}'], 'line 2: .* is not a conversation'),
             ('y.jsonl', '{"messages": [{"role": "user", "content": ["a"]}]}', [f'--init={tmp_path}'], 'line 1: ')):
@@ -4876,7 +4876,7 @@ def test_downloads_end_whole_or_not_at_all(fault, tmp_path, monkeypatch):
             assert prepare.load_set('trec-16', str(tmp_path))[2].row == 16
             assert len(asked) == 2
             (tmp_path / 'trec' / next(iter(bodies))).write_bytes(b'1 What ?')
-            with pytest.raises(ValueError, match='which is not the file of trec: sha256 is'):
+            with pytest.raises(ValueError, match='is not the file of trec: sha256 is'):
                 prepare.prepare('trec', str(tmp_path))
         else:
             with pytest.raises(ValueError, match='by hand') as e:

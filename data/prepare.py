@@ -49,7 +49,7 @@ if not __package__:                                             # run as a scrip
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import files
 from common.errors import of_package, script
-from common.flags import flag, from_home, parse, refuse
+from common.flags import flag, parse, refuse
 from data import tasks, vocabulary
 from data.kinds import Data, Set
 
@@ -173,8 +173,7 @@ def fetch(name, entry, root=None, file=None):
         links = [f'{site}/{base}' for site in entry.urls]
         if not file and not os.path.exists(path):
             files.download(links, path, sha256=sha256)
-        remedy = '--file=' if file else 'delete or replace '
-        files.check_file(path, f'{remedy}{path}, which is not the file of {name}', sha256)
+        files.check_file(path, f'{path} is not the file of {name}', sha256)
         paths.append(path)
     return paths
 
@@ -460,8 +459,6 @@ def load_set(name, root=None, tokenizer=None, like=None):
     folder = place(name, root, like)
     path = os.path.join(folder, 'meta.json')
     if not os.path.exists(path):
-        if folder == name:
-            raise ValueError(f'{path} is missing: {name} is no prepared data set; give a name or a text file')
         prepare(name, root, like=like)
     try:
         meta = described(folder)
@@ -545,7 +542,6 @@ def main(argv):
     what, commands, rest = (__doc__ or '\n\n\n\n').split('\n\n', 2)
     doc = f'{what}\n\n{commands}\nSets, and their tokens:\n{sets}\n\n{rest}'
     [given] = parse(argv[1:] if name else argv, doc, Args, first='tokenizer file')
-    name = from_home(name)
     args = Args(**given)
     if find_set(name) or not os.path.isdir(name):
         prepare(name, None, args.tokenizer, args.file)

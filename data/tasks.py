@@ -416,8 +416,6 @@ def conversations(path):
     expected = '{"messages": [{"role": .., "content": ..}, ..]}'
     found = []
     for number, line in enumerate(content(path).removeprefix(b'\xef\xbb\xbf').splitlines(), 1):
-        if not line.strip():
-            continue
         try:
             messages = json.loads(line)['messages']
             fits = messages and all(type(m['role']) is type(m['content']) is str for m in messages)
