@@ -62,11 +62,11 @@ def atomic(path):
     """`with atomic(path) as temp:` write the file temp, and it becomes path in one step. A reader finds
     either the old file or the new one, even after a crash. A failure leaves only the old file. The new file
     is synced to disk before it is renamed, and gets the old one's permissions."""
-    folder, name = os.path.split(path)
-    os.makedirs(folder or '.', exist_ok=True)
+    folder, name = os.path.split(os.path.abspath(path))
+    os.makedirs(folder, exist_ok=True)
     # The new file lies in a folder of its own, as safetensors writes a hidden file beside it first. A killed
     # process leaves the folder, whose name says what it is (train.log_of removes it).
-    with tempfile.TemporaryDirectory('.part', f'{name}.', folder or '.') as own:
+    with tempfile.TemporaryDirectory('.part', f'{name}.', folder) as own:
         temp = os.path.join(own, 'new')
         open(temp, 'wb').close()                                # with the permissions of the umask
         mode = os.stat(path if os.path.exists(path) else temp).st_mode

@@ -8,7 +8,6 @@ A set is of one kind. A text is a flat array of tokens, each the target of those
 rows: a task (targets anywhere), labels (a class for each row), pairs (a text and its translation), pictures
 (patches of numbers, and a class).
 """
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,9 +49,8 @@ class Data:
 
     def as_dict(self):
         """What is not the default, and the tokenizer, for JSON."""
-        absent = Data('')
-        values = {of.name: getattr(self, of.name) for of in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if value != getattr(absent, name)}
+        absent = vars(Data(''))
+        return {name: value for name, value in vars(self).items() if value != absent[name]}
 
     @property
     def kind(self):
@@ -63,7 +61,9 @@ class Data:
             return 'picture'
         if self.classes:
             return 'labels'
-        return 'task' if self.pad is None else 'pairs'
+        if self.pad is None:
+            return 'task'
+        return 'pairs'
 
     @property
     def is_joined(self):
@@ -74,7 +74,9 @@ class Data:
     @property
     def step(self):
         """How many numbers of a .bin file a row takes: inputs, then targets. A text has no rows: 1"""
-        return 2 * self.row or 1
+        if self.row:
+            return 2 * self.row
+        return 1
 
     def of_tokens(self):
         """{field: value} of what is known of tokens and the length of rows."""

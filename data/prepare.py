@@ -140,7 +140,9 @@ def find_set(name):
 
 def files_of(name):
     """The paths in a name for your own files: one, or two separated by a colon."""
-    return [name] if os.path.exists(name) else name.split(':', 1)
+    if os.path.exists(name):
+        return [name]
+    return name.split(':', 1)
 
 
 def entry_of(name, like=None):
@@ -164,8 +166,9 @@ def fetch(name, entry, root=None, file=None):
     """The paths of the files that a set is made from, or a folder in place of an archive. They are --file
     itself, or lie in it, or lie in the set's folder (also if put there by hand); else they are downloaded."""
     if file and os.path.isdir(file):                            # `make` reports missing files
-        several = len(entry.files) > 1
-        return [os.path.join(file, base) for base in entry.files] if several else [file]
+        if len(entry.files) > 1:
+            return [os.path.join(file, base) for base in entry.files]
+        return [file]
     folder = place(entry.base or name, root)
     paths = []
     for base, sha256 in entry.files.items():

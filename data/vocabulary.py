@@ -80,11 +80,11 @@ def encode(text, meta, special=False):
             tokenizer = subwords(meta.json, special)
             ids = tokenizer.encode(text, add_special_tokens=False).ids
         return in_vocabulary(ids, meta)
-    if kind == 'ids':
-        return in_vocabulary([int(number) for number in text.split()], meta)
-    ids = ids_of(tuple(meta.chars))
-    if kind == 'words':
+    if kind in FIXED:
         text = text.split()
+    if kind == 'ids':
+        return in_vocabulary(list(map(int, text)), meta)
+    ids = ids_of(tuple(meta.chars))
     unknown = sorted({unit for unit in text if unit not in ids})
     if unknown:
         words = ' or '.join(repr(u[:20]) for u in unknown[:10])
