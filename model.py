@@ -1409,13 +1409,12 @@ class Undrawn(TorchFunctionMode):
         return f(*args, **kwargs)
 
 
-def load(source, device='cpu', revision='main', check=None, dtype=torch.float32, **changes):
+def load(source, device='cpu', revision='main', dtype=torch.float32, **changes):
     """Load a checkpoint, a folder in the hub's layout, or a model on the hub, by name -> model, meta. The
     model is in eval mode, and several threads may use it.
     meta: data (name, tokenizer, ...), step, config, and tensors, which `save` got as extra. changes: flags of
-    Config. check: a function that gets the Config and meta before the weights are read, which takes seconds.
-    dtype: what the weights of a folder become; those in bfloat16 then never take the memory of fp32, and
-    `in_bfloat16` is to follow.
+    Config. dtype: what the weights of a folder become; those in bfloat16 then never take the memory of
+    fp32, and `in_bfloat16` is to follow.
     ValueError, with the source, if something is missing, damaged or of another kind."""
     source = str(source)
     folder = None
@@ -1430,8 +1429,6 @@ def load(source, device='cpu', revision='main', check=None, dtype=torch.float32,
         raise ValueError(f'{source}: holds no model (a state saved by sample.py?)')
     saved = typed(Config, meta['config'], f'{source}: cannot be built here, maybe of another version')
     config = with_cache_flags(saved, source, **changes)
-    if check is not None:
-        check(config, meta)
     if folder is None:
         weights, meta = checkpoint(source)
     with of_package(f'{source}: no tokens'):

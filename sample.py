@@ -562,8 +562,8 @@ def complete(args, model, meta):
 DO = {'translate': show_translations, 'classify': classify, 'chat': converse, 'complete': complete}
 
 
-def refuse_early(args, given, swap, config, _):
-    """What can be refused before the weights are read; of @file and --load_state, that there is none."""
+def refuse_early(args, given, swap, config):
+    """What can be refused before anything is read; of @file and --load_state, that there is none."""
     refuse(idle(swap, config))
     refuse(useless(task_of(args, config), given, args, config))
     for text in args.prompt, args.system, args.source:
@@ -585,9 +585,9 @@ def main(argv):
     given, swap = parse(argv, __doc__, Args, CacheFlags, first=OFTEN)
     args = Args(**given)
     device = pick_device(args.device)
-    model, meta = load(args.init, device, check=functools.partial(refuse_early, args, given, swap),
-                       dtype=getattr(torch, args.dtype), **swap)
+    model, meta = load(args.init, device, dtype=getattr(torch, args.dtype), **swap)
     c = model.config
+    refuse_early(args, given, swap, c)
     if c.overflow and c.overflow != meta['config']['overflow']:
         aside(f'--overflow={c.overflow}: untrained, new weights; convert.py --recipe=hybrid trains some')
     model.use(pick_forms(args.impl))

@@ -1707,14 +1707,6 @@ def test_what_cannot_be_is_refused_in_one_line(script, flags, places, tmp_path, 
     assert re.search(REFUSED[script][flags], refused(capsys, script.main, *argv))
     assert not list(tmp_path.rglob('*' if script is train else '*.*'))
 
-@pytest.mark.parametrize('flags', ['--prompt=@none', '--prompt=@LATIN', '--chat --system=@none', '--cache=64',
-                                   '--load_state=none', '--init=TRANSLATOR --source=@none', '--rule=delta'])
-def test_flags_are_refused_before_the_weights_are_read(flags, places, tmp_path, monkeypatch, capsys):
-    (tmp_path / 'latin').write_bytes(b'caf\xe9')
-    monkeypatch.setattr(model_py, 'put_weights', Mock(side_effect=AssertionError))
-    argv = [filled(flag, places | {'LATIN': str(tmp_path / 'latin')}) for flag in flags.split()]
-    refused(capsys, sample.main, f'--init={places["SOFTMAX"]}', *argv)
-
 def test_memory_that_cannot_be_had_is_told_in_one_line(capsys):
     """2^50 entries: no machine has as many addresses. Another RuntimeError is a fault, and stays one."""
     for make in torch.empty, np.empty:

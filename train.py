@@ -434,12 +434,9 @@ def settings(argv):
 def pretrained(args, given, given_model):
     """`settings` for --init"""
     row = given_model.pop('block_size', 0)
-
-    def check(config, meta):
-        refuse(idle(given_model, config))
-        args.data = given.get('data') or prepare.trained_on(meta, args.init)
-
-    model, meta = load(args.init, check=check, **given_model)
+    model, meta = load(args.init, **given_model)
+    refuse(idle(given_model, model.config))
+    args.data = given.get('data') or prepare.trained_on(meta, args.init)
     data = meta['data']
     if data.tokenizer in vocabulary.FIXED:                  # allow longer rows: facts-256 first, then facts
         data.row = 0
