@@ -104,7 +104,6 @@ class Args:
     recipe: str = flag('pure', 'what replaces softmax, and how it is trained: a list of flags; flags that '
                                'you give override it', list(RECIPES))
     from_: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2; OWNER/NAME; a folder', path=True)
-    revision: str = flag('main', 'branch, tag or commit on the hub')
     data: str = flag('', 'text, task, pairs or conversations; default: what train.py gave the teacher',
                      path=True)
     out: str = flag('out/convert', 'folder for the checkpoint, tables and log', path=True)
@@ -830,7 +829,7 @@ def not_exporting(given, changes):
     yield files.lies_in(given.get('from_', Args.from_), given['export']), (
         f'--export={given["export"]}: it holds the model of --from; take another folder')
     for name in sorted(given.keys() | changes.keys()):
-        yield name not in ('export', 'from_', 'revision', 'device', 'threads'), (
+        yield name not in ('export', 'from_', 'device', 'threads'), (
             f'--{name} means nothing: --export only writes the model of --from')
 
 
@@ -1008,7 +1007,7 @@ def main(argv):
     given, changes = flags_of(argv)
     args = Args(**given)
     device = pick_device(args.device)
-    teacher, meta = load(args.from_, device, args.revision)
+    teacher, meta = load(args.from_, device)
     if args.export:
         to_folder(args.export, teacher.state_dict(), dataclasses.asdict(teacher.config), meta['data'])
         say(f'{args.export}: transformers reads this folder, and so does --from')

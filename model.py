@@ -1409,7 +1409,7 @@ class Undrawn(TorchFunctionMode):
         return f(*args, **kwargs)
 
 
-def load(source, device='cpu', revision='main', dtype=torch.float32, **changes):
+def load(source, device='cpu', dtype=torch.float32, **changes):
     """Load a checkpoint, a folder in the hub's layout, or a model on the hub, by name -> model, meta. The
     model is in eval mode, and several threads may use it.
     meta: data (name, tokenizer, ...), step, config, and tensors, which `save` got as extra. changes: flags of
@@ -1422,7 +1422,7 @@ def load(source, device='cpu', revision='main', dtype=torch.float32, **changes):
         meta = read_meta(source)
     else:
         from hub import folders
-        folder = folders.Folder(folders.folder_of(source, revision), source)
+        folder = folders.Folder(folders.folder_of(source), source)
         meta = {'config': {**dataclasses.asdict(Config()), **folder.config}, 'data': folder.data.as_dict(),
                 'step': 0, 'tensors': {}}
     if not {'config', 'data'} <= meta.keys():

@@ -1667,7 +1667,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--rule=tova --cache=8 --overflow=sum:slots': 'train with --rule=sink',
         '--keep=spread:2': 'fewer than the 2 softmax',
         '--keep=some:1': 'costly, spread', '--row=17': 'rows of 16',
-        '--from=FOLDER': 'give the file', '--from=a/b/c': 'no such file',
+        '--from=FOLDER': 'config.json: No such file', '--from=a/b/c': 'no such folder',
         '--from=TRANSLATOR --swap=decoder': 'choose from self', '--export=': '--export=: give a folder',
         '--export=x --steps=3': 'means nothing', '--export=FOLDER': 'holds the model of --from',
         '--eval_rows=1': 'at least 2'},

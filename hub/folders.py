@@ -1,6 +1,6 @@
 """Folders of pretrained models in the hub's layout: downloaded, read, written.
 
-    folder = Folder(folder_of('gpt2', 'main'), 'gpt2')  # downloaded once, then kept by huggingface_hub
+    folder = Folder(folder_of('gpt2'), 'gpt2')  # downloaded once, then kept by huggingface_hub
     model = GPT(Config(**folder.config))
     folder.tensors(model.state_dict())                  # -> tensors in our names and these shapes
     to_folder('out/export', tensors, config, data)      # and back
@@ -280,33 +280,18 @@ INDEX = f'{WHOLE}.index.json'
 PIXELS = 'preprocessor_config.json'
 
 
-def folder_of(source, revision):
-    """The folder itself, or the one into which the hub's model was downloaded."""
+def folder_of(source):
+    """The folder itself, or that of a model on the hub, OWNER/NAME or one of `SHORT_NAMES`; it is downloaded
+    once. The variables of huggingface_hub hold: HF_HOME, HF_TOKEN, HF_ENDPOINT."""
     if os.path.isdir(source):
-        if os.path.exists(os.path.join(source, CONFIG)):
-            return source
-        raise ValueError(f'{source}: no config.json in it, which the folder of a model of the hub has; if '
-                         'train.py or convert.py made it, give the file ckpt.safetensors'
-                         f'{of_other_files(os.listdir(source))}')
-    if not re.fullmatch(r'\w[\w.-]*(/[\w.-]+)?', source):
-        raise ValueError(f'{source}: no such file or folder, nor a name on the hub, as OWNER/NAME')
-    return downloaded(source, revision)
-
-
-def downloaded(name, revision='main'):
-    """The folder of a model on the hub, OWNER/NAME or one of `SHORT_NAMES`; it is downloaded once. The
-    variables of huggingface_hub hold: HF_HOME, HF_TOKEN, HF_ENDPOINT."""
-    try:
-        import huggingface_hub                              # it comes with tokenizers
-    except ImportError:
-        raise ValueError(f'{name}: no such file or folder, and to ask the hub needs a package that is not '
-                         'here: pip install tokenizers') from None
+        return source
     wanted = [CONFIG, '*.safetensors', INDEX, PIXELS, *TEXT_FILES]
     try:
-        return huggingface_hub.snapshot_download(SHORT_NAMES.get(name, name), revision=revision,
-                                                 allow_patterns=wanted)
-    except (OSError, ValueError) as e:
-        raise ValueError(f'{name}: no such folder; the hub: {" ".join(str(e).split())[:200]}') from None
+        import huggingface_hub                              # it comes with tokenizers
+        return huggingface_hub.snapshot_download(SHORT_NAMES.get(source, source), allow_patterns=wanted)
+    except (ImportError, OSError, ValueError) as e:
+        raise ValueError(f'{source}: no such folder; the hub (it takes pip install tokenizers): '
+                         f'{" ".join(str(e).split())[:200]}') from None
 
 
 def shards(raw):
