@@ -1879,8 +1879,8 @@ def test_what_lies_in_a_folder_is_used_refused_or_said(kind, entries, change, wh
         assert torch.equal(load(tmp_path)[0].head.weight, tensors['lm_head.weight'])
         assert 'not used' not in err
 
-def test_which_file_is_the_model(tmp_path, capsys):
-    """The whole one; else what the index names; else the only one. Never two that name one tensor."""
+def test_which_file_is_the_model(tmp_path):
+    """The whole one; else what the index names."""
     tokens = torch.randint(30, (1, 9))
     one = in_hub_layout(tmp_path / 'a', 'gpt2', shards=2)[1]
     with pytest.raises(ValueError, match='--n_layer=1: not what'):      # not the first layer alone
@@ -1890,32 +1890,11 @@ def test_which_file_is_the_model(tmp_path, capsys):
     def is_from(logits):
         found = load(tmp_path / 'a')[0](tokens)[0]
         near(found, logits(tokens), 1e-5)
-        return capsys.readouterr().err
     a, whole = tmp_path / 'a', tmp_path / 'b' / 'model.safetensors'
     shutil.copy(whole, a / 'zz.safetensors')
-    assert 'not read: zz.safetensors' in is_from(one)
+    is_from(one)
     shutil.copy(whole, a)
-    assert 'the model is model.safetensors; not read: model-0.saf' in is_from(two)
-    (a / 'model.safetensors').unlink()
-    parts = [load_file(a / f'model-{i}.safetensors') for i in (0, 1)]
-    save_file(parts[1] | {'transformer.ln_f.weight': torch.zeros(16)}, a / 'model-1.safetensors')
-    save_file(parts[0] | {'transformer.ln_f.weight': torch.zeros(16)}, a / 'model-0.safetensors')
-    flags = f'--init={a}', '--prompt=7 8'
-    err = refused(capsys, sample.main, *flags)
-    assert 'model-1.safetensors: transformer.ln_f.weight is also in' in err and 'model-0.safetensors' in err
-    (a / 'model.safetensors.index.json').unlink()
-    assert 'which is the model?' in refused(capsys, sample.main, *flags)
-    for i in 0, 1:
-        (a / f'model-{i}.safetensors').unlink()
-    is_from(two)                                                # zz.safetensors, alone
-    weights = {f'_orig_mod.module.{name}': x for name, x in load_file(whole).items()}
-    save_file(weights, a / 'zz.safetensors')
     is_from(two)
-    (a / 'zz.safetensors').unlink()
-    for name, why in ('zz.bin', 'save_pretrained'), ('zz.gguf', 'GGUF is not read'):    # of other programs
-        put(a, name, 'GGUF' * 9)
-        for source in a, a / name:
-            assert why in refused(capsys, sample.main, f'--init={source}', '--prompt=7 8')
 
 def folder_of_texts(folder, case):
     """Files that say together what a folder's text is, in one of the ways that there are."""
@@ -3809,7 +3788,7 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('llama', 'tokenizer.json', b'{}', 'no description of a tokenizer'),
     ('llama', 'tokenizer_config.json', b'{"chat_template": ["x"]}', 'not as the hub has it (AttributeError'),
     ('vit', 'preprocessor_config.json', b'{"image_mean": [0.485]}', 'image_mean is [0.485]'),
-    ('gpt2', 'model.safetensors', None, 'no model.safetensors')]
+    ('gpt2', 'model.safetensors', None, 'model.safetensors: not a whole')]
 
 @pytest.mark.parametrize('kind, what, value, why', DAMAGED, ids=[f'{row[0]} {row[3]}' for row in DAMAGED])
 def test_models_of_the_hub_that_are_damaged_or_others_are_refused(kind, what, value, why, tmp_path, capsys):

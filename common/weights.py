@@ -51,16 +51,6 @@ def write_tensors(path, tensors, meta):
     write_safetensors(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
 
 
-def of_other_files(names):
-    """What to do about weights in the formats of other programs, if the names are of such; else nothing"""
-    ends = {os.path.splitext(name)[1] for name in names}
-    if '.gguf' in ends:
-        return '; GGUF is not read: get the folder that it was made from, with model.safetensors'
-    if ends & {'.bin', '.pt', '.pth'}:
-        return '; pickled weights may run code, so none are read: transformers\' save_pretrained makes others'
-    return ''
-
-
 def mapped_tensors(path, name):
     """-> the tensors of a safetensors file, mapped: what is not used takes no memory; and the strings of its
     header. ValueError if it is broken or not one. name: of the file, for messages"""
@@ -69,7 +59,7 @@ def mapped_tensors(path, name):
             in_file = f.keys()
             return {key: f.get_tensor(key) for key in in_file}, f.metadata() or {}
     except (SafetensorError, OSError, RuntimeError) as e:
-        raise ValueError(f'{name}: not a whole safetensors file ({e}){of_other_files([path])}') from None
+        raise ValueError(f'{name}: not a whole safetensors file ({e})') from None
 
 
 def one_tensor(path, name):

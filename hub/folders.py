@@ -19,7 +19,7 @@ import torch
 from common import files
 from common.errors import note
 from common.flags import plural
-from common.weights import mapped_tensors, of_other_files, one_tensor, write_safetensors
+from common.weights import mapped_tensors, one_tensor, write_safetensors
 from data.kinds import Data
 from hub.families import (FAMILIES, QUANTISED, TYPES, family_of, kind_and_config, names, parts, published,
                           width_of_head)
@@ -143,11 +143,7 @@ def stored_in(folder):
     for file in files_of_weights(folder):
         tensors, _ = mapped_tensors(file, file)
         for name in tensors:
-            uniform = uniform_name(name)
-            if uniform in stored:
-                other, _ = stored[uniform]
-                raise ValueError(f'{file}: {name} is also in {other}; keep that of the model alone')
-            stored[uniform] = file, name
+            stored[uniform_name(name)] = file, name
     return stored
 
 
@@ -167,30 +163,19 @@ def labels_of(named, classes):
 
 
 def files_of_weights(folder):
-    """The paths of the files that hold a folder's model: model.safetensors; else those that the index names;
-    else the only one there is. Others are not read, which is said."""
-    there = [file for file in sorted(os.listdir(folder)) if file.endswith('.safetensors')]
+    """The paths of the files that hold a folder's model: model.safetensors; without it those that the index
+    names."""
+    chosen = [WHOLE]
     index = os.path.join(folder, INDEX)
-    chosen = there
-    if WHOLE in there:
-        chosen = [WHOLE]
-    elif os.path.exists(index):
+    if os.path.exists(index) and not os.path.exists(os.path.join(folder, WHOLE)):
         chosen = parsed(index, shards)
-    elif len(there) > 1:
-        raise ValueError(f'{folder}: {", ".join(there)}: which is the model? Keep one, or call it {WHOLE}')
-    if not chosen:
-        raise ValueError(f'{folder}: no {WHOLE}{of_other_files(os.listdir(folder))}')
-    others = [file for file in there if file not in chosen]
-    if others:
-        note(f'{folder}: the model is {", ".join(chosen)}; not read: {", ".join(others)}')
     return [os.path.join(folder, file) for file in chosen]
 
 
 def uniform_name(name):
-    """The uniform name of a tensor. Some files leave out the first word; torch.compile and DataParallel put
-    their own in front. Older ones, as bert-base-uncased, call a LayerNorm's weight gamma, its bias beta. Some
-    of Olmo Hybrid have the old names of its norms."""
-    name = re.sub(r'^((_orig_mod|module)\.)*((transformer|model|bert|vit)\.)?(language_model\.)?', '', name)
+    """The uniform name of a tensor. Some files leave out the first word. Older ones, as bert-base-uncased,
+    call a LayerNorm's weight gamma, its bias beta. Some of Olmo Hybrid have the old names of its norms."""
+    name = re.sub(r'^((transformer|model|bert|vit)\.)?(language_model\.)?', '', name)
     name = re.sub(r'LayerNorm\.gamma$', 'LayerNorm.weight', name)
     name = name.replace('.attention_layer_norm.', '.input_layernorm.')
     name = name.replace('.feedforward_layer_norm.', '.post_attention_layernorm.')
