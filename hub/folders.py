@@ -21,8 +21,7 @@ from common.errors import note
 from common.flags import plural
 from common.weights import mapped_tensors, one_tensor, write_safetensors
 from data.kinds import Data
-from hub.families import (FAMILIES, QUANTISED, TYPES, family_of, kind_and_config, names, parts, published,
-                          width_of_head)
+from hub.families import FAMILIES, TYPES, family_of, kind_and_config, names, parts, published, width_of_head
 from hub.texts import TEXT_FILES, TOKENIZER, WORDS, add_texts, as_object, as_the_hub, parsed, tokenizer_of
 
 CONFIG = 'config.json'
@@ -119,7 +118,8 @@ class Folder:
         file, stored = self.place(name)
         x = one_tensor(file, stored)
         if not x.is_floating_point() or x.element_size() == 1:
-            raise ValueError(f'{self.source}: {stored} is {x.dtype}: {QUANTISED}')
+            raise ValueError(f'{self.source}: {stored} is {x.dtype}: quantised weights are not read; take '
+                             'those in float32, float16 or bfloat16')
         if x.dim() == 3 and len(columns) < 2:       # a ViT's positions have a batch axis of 1
             x = x.squeeze(0)
         if x.dim() == 4:                    # its convolution reads one patch at a time
