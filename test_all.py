@@ -1848,9 +1848,9 @@ def test_batches_and_processes_are_parts_of_one_larger_batch(kind, text, turned_
     ('llama', {}, {'lm_head.weight': lambda x: torch.randn(30, 16)}, ''),
     ('llama', {}, {'model.norm.weight': lambda x: x.to(torch.float8_e4m3fn)}, 'error: .*norm.weight is torch'),
     ('gpt2', {}, {'score.weight': lambda x: torch.randn(2, 16)},
-     r'note: .*: 2 tensors not used: h.N.attn.bias \(1\), score.weight \(1\)'),
+     r'note: .*: 2 tensors not used, such as h.0.attn.bias'),
     ('llama', {}, {f'model.layers.{i}.self_attn.q_proj.bias': lambda x: torch.randn(16) for i in (0, 1)},
-     r'note: .*: 2 tensors not used: model.layers.N.self_attn.q_proj.bias \(2\)'),
+     r'note: .*: 2 tensors not used, such as model.layers.0.self_attn.q_proj.bias'),
     ('llama', dict(architectures=['LlamaForSequenceClassification']), {}, 'error: .*ForSequenceClassification'),
     ('bert', dict(architectures=['BertForSequenceClassification']), {'classifier.weight': None},
      'error: .*classifier.weight is missing')])
@@ -3724,7 +3724,7 @@ def test_models_that_people_run_are_read_tuned_and_written(kind, tmp_path, capsy
         save_file(tensors | more, folder / 'model.safetensors')
         capsys.readouterr()
         models.append(load(folder)[0])
-        assert '2 tensors not used: model.visual.* (1), mtp.* (1)' in capsys.readouterr().err
+        assert '2 tensors not used, such as model.visual.blocks.0.a' in capsys.readouterr().err
     with torch.no_grad():
         for found in models:
             for cuts in [], [1, 31, 32], range(1, 75):

@@ -8,7 +8,6 @@
 This file builds no nn.Module: model.py does that, from a config, a dict of the fields of model.Config. What a
 folder has and we do not use is said in a line that begins with note:, or refused.
 """
-import collections
 import contextlib
 import os
 import re
@@ -80,9 +79,6 @@ class Folder:
         if self.kind in ('bert', 'vit'):
             dtype = torch.float32                           # their tensors are added up below
         table = names(self.kind, self.config, like)
-        for name, theirs in table.items():
-            for part in parts(theirs, like[name], self.config):
-                self.place(part)                            # before any is read, which may take minutes
         ours = {}
         for name, theirs in table.items():
             ours[name] = torch.empty(like[name].shape, dtype=dtype)
@@ -98,10 +94,7 @@ class Folder:
             ours['embed.weight'] *= 2
         unused = [name for uniform, (_, name) in self.stored.items() if uniform not in self.used]
         if unused:
-            kinds = collections.Counter(re.sub(r'\d+', 'N', re.sub(r'\b(visual|mtp)\..*', r'\1.*', name))
-                                        for name in unused)
-            names_of_kinds = ', '.join(f'{name} ({n})' for name, n in sorted(kinds.items()))
-            note(f'{self.source}: {plural(len(unused), "tensor")} not used: {names_of_kinds}')
+            note(f'{self.source}: {plural(len(unused), "tensor")} not used, such as {min(unused)}')
         return ours
 
     def place(self, name):
