@@ -1645,7 +1645,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--rule=tova --cache=0': 'at least 1', '--system=x': 'means nothing',
         '--temp=1': r'mean --temperature\?',
         '--rule=sink --cache=4': '--sinks=4', '--rule=window --overflow=sum:elu': 'hedgehog',
-        '--positions=compress': 'bounded cache', '--device=meta': '--device=meta',
+        '--positions=compress': 'bounded cache',
         '--beam=2': '--beam means nothing', '--source=a': 'knows no pairs',
         '--init=TALKER --prompt=\u20ac': '\u20ac',
         '--tokens=0 --save_state=x.st': 'nothing is read yet',

@@ -31,11 +31,9 @@ def pick_device(name):
         if torch.accelerator.is_available():
             name = torch.accelerator.current_accelerator()
     try:
-        x = torch.zeros(1, device=name)
-        x.tolist()                                  # --device=meta has no numbers
+        return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as e:
         raise ValueError(f'--device={name}: {str(e).splitlines()[0]}') from None
-    return x.device
 
 
 def pick_dtype(name, device):
@@ -48,10 +46,10 @@ def pick_dtype(name, device):
 
 
 def take_threads(wanted, device, run):
-    """Set the number of CPU threads: `wanted` or, if the device is a CPU, of 1, 2, 4, ... and as many as torch
-    takes the one with which run() is fastest. A step of a small model is a thousand small parallel regions,
-    each as slow as its slowest thread: beside busy programs, 2 threads on 2 cores take 3 to 15 times as long
-    as 1."""
+    """Set the number of CPU threads: `wanted` or, if the device is a CPU, of 1, 2, 4, ... and as many as
+    torch takes the one with which run() is fastest. A step of a small model is a thousand small parallel
+    regions, each as slow as its slowest thread: beside busy programs, 2 threads on 2 cores take 3 to 15 times
+    as long as 1."""
     most = wanted or torch.get_num_threads()
     torch.set_num_threads(most)
     if wanted or most == 1 or device.type != 'cpu':
