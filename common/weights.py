@@ -72,14 +72,10 @@ def opened(path):
     """-> the tensors of a file of ours, mapped, and its header. ValueError if it is missing, foreign or
     truncated"""
     if not os.path.exists(path):
-        raise ValueError(f'{path}: no such file; python train.py --rule=delta makes out/ckpt.safetensors (to '
-                         'convert: --rule=softmax --n_head=4 --out=out/softmax), sample.py --save_state a '
-                         'state; a model of the hub is its folder or OWNER/NAME, such as '
-                         'HuggingFaceTB/SmolLM2-135M-Instruct')
+        raise ValueError(f'{path}: no such file; python train.py --rule=delta makes out/ckpt.safetensors')
     tensors, header = mapped_tensors(path, path)
     if not {'meta', 'digest'} <= header.keys():
-        raise ValueError(f'{path}: a safetensors file, but not written by this project; give the folder of a '
-                         'model of the hub')
+        raise ValueError(f'{path}: not written by this project; of the hub\'s models give the folder')
     return tensors, header
 
 
