@@ -166,18 +166,10 @@ class Config:
         yield self.turns() and turned % 2, (
             f'--n_embd={self.n_embd} --n_head={self.n_head} --head_dim={self.head_dim}: rope turns pairs, so '
             f'it takes an even number of channels of a head, not {turned:g}; or --pos=none')
-        n_value = self.value_heads or self.n_head
-        yield n_value % (self.key_heads or 1), (
-            f'key_heads={self.key_heads} does not divide value_heads={n_value}')
-        yield self.n_head % (self.n_kv_head or 1), (
-            f'n_kv_head={self.n_kv_head} does not divide --n_head={self.n_head}')
         for name, without in ('qkv_conv', 0), ('writes', 1):
             yield getattr(self, name) > without and (self.encoder or not self.causal), (
                 f'--{name}={getattr(self, name)} with --encoder={self.encoder} --causal={self.causal}: it is '
                 'for a text that is read step by step; leave it out')
-        scaling = self.rope_scaling
-        yield scaling and (len(scaling) != 4 or min(scaling) <= 0 or scaling[1] >= scaling[2]), (
-            f'rope_scaling={scaling}: expected factor, low, high, n, all above 0, low below high')
         norms = {self.norm or RULES[rule].norm for rule in self.all_rules if RULES[rule].matrix}
         yield self.out_norm and head_dim == 1 and norms - {'attn'}, (
             f'--n_embd={self.n_embd} --n_head={self.n_head}: LayerNorm makes the one channel of a head 0; '
@@ -206,8 +198,6 @@ class Config:
             yield RULES[name].erase and self.norm == 'attn', (
                 f'--rule={name} --norm=attn divides by the keys so far, but an encoder sees all at once; '
                 'take --norm=sum or l2')
-        yield self.causal and self.cls, (
-            '--causal=true: the first position (cls) of this model must see the whole picture; leave it out')
         yield self.causal and self.pool != 'mean', (
             f'--pool={self.pool} says how the class of a row is read: it goes with --causal=false')
 
