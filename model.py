@@ -80,10 +80,8 @@ class Config:
                       of=SINKS)
     overflow: str = flag('', 'evicted tokens go into a matrix of this rule and map: sum:slots, delta:taylor; '
                              'train it with window or sink, then any policy runs', of=BOUNDED)
-    positions: str = flag('true', 'of cached tokens; true: as they are; compress, for texts longer than the '
-                                  'model knows: a gap g > 10 is ceil(10 + ln ln(g - 10 + e)); log, sqrt: '
-                                  'ceil(10 + ln(g - 9)), ceil(10 + sqrt(g - 10)). Slots beside compressed '
-                                  'ones take keys before rope',
+    positions: str = flag('true', 'of cached tokens; true: as they are; compress: long gaps are shortened, '
+                                  'for texts longer than the model knows; log, sqrt: less so',
                           ['true', *GAPS], of=BOUNDED)
     pos: str = flag('auto', 'auto: rope in layers with a cache; learned if there is an encoder',
                     ['auto', 'none', 'learned', 'rope'])
@@ -1427,7 +1425,7 @@ def load(source, device='cpu', dtype=torch.float32, **changes):
             vocabulary.subwords(data.json)
     if data.is_joined:
         data.row = 0                    # the rows were those of the pairs: the model reads any text
-    model = unfilled(config, saved, source)
+    model = unfilled(config, saved)
     if folder:
         with Undrawn():                 # all of the folder's, whatever the flags say
             weights = folder.tensors(GPT(saved).state_dict(), dtype)
@@ -1446,18 +1444,15 @@ def checkpoint(path):
     return weights, {'step': 0, **meta, 'tensors': tensors}
 
 
-def unfilled(config, saved, source):
+def unfilled(config, saved):
     """A GPT of this Config for weights of the Config `saved`. What these do not have, another --overflow, is
-    drawn, always alike. ValueError, with the source, if there is no such GPT"""
-    try:
-        if config.overflow == saved.overflow:
-            with Undrawn():
-                return GPT(config)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+    drawn, always alike."""
+    if config.overflow == saved.overflow:
+        with Undrawn():
             return GPT(config)
-    except ValueError as e:
-        raise ValueError(f'{source}: {e}') from None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return GPT(config)
 
 
 def put_weights(model, weights, saved, source, changes):
