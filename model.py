@@ -312,23 +312,18 @@ PLAIN = Forms()         # for a module on its own; GPT.use sets others
 
 
 def pick_forms(impl='auto'):
-    """'loop', 'chunk', 'fused' or 'auto' -> Forms: those of fastweight.py or of kernels.py, which then picks
-    Triton or not. Besides bench.py and the tests only this function imports kernels.py. ValueError for
-    'fused' without that file. Other errors of the import are raised as they are."""
+    """'loop', 'chunk', 'fused' or 'auto' -> Forms: those of fastweight.py or, if it is there, of kernels.py,
+    which then picks Triton or not. Besides bench.py and the tests only this function imports kernels.py."""
     if impl == 'loop':
         return Forms(fastweight.recurrent, why='loop (fastweight.recurrent, the definition, slow)')
-    if impl != 'chunk':
-        try:
-            import kernels
-            return Forms(kernels.chunked, kernels.bounded, kernels.longer, kernels.shifted_sum,
-                         'fused (kernels.py: batched products, on a GPU Triton)')
-        except ModuleNotFoundError as e:
-            if e.name != 'kernels':
-                raise
-            if impl == 'fused':
-                raise ValueError('--impl=fused: there is no kernels.py; --impl=chunk does without') from None
-            return Forms(why=f'{PLAIN.why}, as there is no kernels.py')
-    return PLAIN
+    if impl == 'chunk':
+        return PLAIN
+    try:
+        import kernels
+    except ModuleNotFoundError:
+        return PLAIN
+    return Forms(kernels.chunked, kernels.bounded, kernels.longer, kernels.shifted_sum,
+                 'fused (kernels.py: batched products, on a GPU Triton)')
 
 
 # ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
