@@ -26,7 +26,7 @@ import fastweight
 from common.errors import of_package
 from common.flags import briefly, by_layer, expected, fits, flag, known, refuse, subset, typed
 from common.terminal import progress
-from common.weights import map_state, one_tensor, read_meta, read_tensors, write_tensors
+from common.weights import map_state, one_tensor, read_tensors, write_tensors
 from data import vocabulary
 from data.kinds import Data
 from fastweight import (FEATURE_MAPS, FLOOR, GAPS, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads,
@@ -1402,7 +1402,7 @@ def load(source, device='cpu', dtype=torch.float32, **changes):
     source = str(source)
     folder = None
     if os.path.isfile(source) or source.endswith('.safetensors'):
-        meta = read_meta(source)
+        weights, meta = checkpoint(source)
     else:
         from hub import folders
         folder = folders.Folder(folders.folder_of(source), source)
@@ -1412,8 +1412,6 @@ def load(source, device='cpu', dtype=torch.float32, **changes):
         raise ValueError(f'{source}: holds no model (a state saved by sample.py?)')
     saved = typed(Config, meta['config'], f'{source}: cannot be built here, maybe of another version')
     config = with_cache_flags(saved, source, **changes)
-    if folder is None:
-        weights, meta = checkpoint(source)
     with of_package(f'{source}: no tokens'):
         data = meta['data'] = Data(**meta['data'])
         if data.json:

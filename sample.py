@@ -37,7 +37,7 @@ from common.errors import note, script
 from common.flags import flag, parse, plural, refuse
 from common.machine import pick_device, take_threads
 from common.watch import through
-from common.weights import pack, read_meta, read_tensors, state_bytes, unpack, weights_digest, write_tensors
+from common.weights import pack, read_tensors, state_bytes, unpack, weights_digest, write_tensors
 from data import vocabulary
 from fastweight import FLOOR, RULES, nearer
 from model import CacheFlags, chosen_texts, idle, load, pick_forms, refuse_broken, seen_by_k, spread
@@ -563,19 +563,14 @@ DO = {'translate': show_translations, 'classify': classify, 'chat': converse, 'c
 
 
 def refuse_early(args, given, swap, config):
-    """What can be refused before anything is read; of @file and --load_state, that there is none."""
+    """What can be refused before anything is read."""
     refuse(idle(swap, config))
     refuse(useless(task_of(args, config), given, args, config))
-    for text in args.prompt, args.system, args.source:
-        if text.startswith('@'):
-            files.text_of(text)
-    if args.load_state:
-        read_meta(args.load_state)
     for path in filter(None, (args.save_state, args.html)):
         if os.path.isdir(path):
             raise ValueError(f'{path}: a folder; give the name of a file')
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)     # fails now, not after sampling
-    if os.path.exists(args.save_state) and 'made_with' not in read_meta(args.save_state):
+    if os.path.exists(args.save_state) and 'made_with' not in read_tensors(args.save_state)[1]:
         raise ValueError(f'{args.save_state}: a state is never written over something else; give another '
                          'name')
 

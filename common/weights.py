@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from common import files
-from common.errors import of_package
 
 
 def write_safetensors(path, tensors, notes):
@@ -77,13 +76,6 @@ def opened(path):
     if not {'meta', 'digest'} <= header.keys():
         raise ValueError(f'{path}: not written by this project; of the hub\'s models give the folder')
     return tensors, header
-
-
-def read_meta(path):
-    """The meta of a file of ours, at once: nothing else is read, nor compared with the digest."""
-    _, header = opened(path)
-    with of_package(f'{path}: damaged'):
-        return dict(json.loads(header['meta']))
 
 
 def read_tensors(path):
