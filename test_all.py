@@ -3754,7 +3754,6 @@ def test_a_qwen3_becomes_an_rnn(tmp_path, text):
 DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; what it is now; what is said
     ('llama', 'rope_scaling', dict(rope_type='yarn'), 'rope of type yarn'),
     ('qwen3', 'head_dim', 7, 'rope turns pairs'),
-    ('qwen3', 'layer_types', ['sliding_attention'] * 2, 'sliding_window is not switched on'),
     ('qwen2', 'layer_types', ['full_attention'], 'layer_types: 1 of full_attention, expected 2 of'),
     ('mistral', 'layer_types', ['full_attention'] * 2, 'expected None'),
     ('llama', 'partial_rotary_factor', .5, 'partial_rotary_factor 0.5, expected 1'),

@@ -88,13 +88,11 @@ OLMO = {        # in layers of softmax norms come after, in those with a matrix 
     'blocks.{i}.norm1.weight': 'model.layers.{i}.post_attention_layernorm.weight',
     'blocks.{i}.norm2.weight': 'model.layers.{i}.post_feedforward_layernorm.weight'}
 OLMO_MATRIX = {
-    **{name: LLAMA.names[name] for name in OLMO},
+    **QWEN35_MATRIX, **{name: LLAMA.names[name] for name in OLMO},
     'blocks.{i}.mixer.qkv.weight': 'model.layers.{i}.linear_attn.(q|k|v)_proj.weight',
     'blocks.{i}.mixer.conv.weight': 'model.layers.{i}.linear_attn.(q|k|v)_conv1d.weight.conv',
     'blocks.{i}.mixer.gate.weight': 'model.layers.{i}.linear_attn.g_proj.weight',
     'blocks.{i}.mixer.memory.gates.proj.weight': 'model.layers.{i}.linear_attn.[b|a]_proj.weight',
-    'blocks.{i}.mixer.memory.gates.log_rate': 'model.layers.{i}.linear_attn.A_log',
-    'blocks.{i}.mixer.memory.gates.bias_f': 'model.layers.{i}.linear_attn.dt_bias',
     'blocks.{i}.mixer.out_norm.weight': 'model.layers.{i}.linear_attn.o_norm.weight',
     'blocks.{i}.mixer.proj.weight': 'model.layers.{i}.linear_attn.o_proj.weight'}
 MATRIX_SIZES = {'qkv_conv': 'linear_conv_kernel_dim', 'key_heads': 'linear_num_key_heads',
@@ -298,8 +296,6 @@ def rules_of_layers(family, raw, n):
     rules = [family.rules[what] for what in types]
     found = {'rule': rules[0], 'layers': ','.join(rules)}
     if 'window' in rules:                                   # theirs counts the token itself
-        if not slides:
-            raise ValueError('layer_types has sliding_attention, but sliding_window is not switched on')
         found['cache'] = entry(raw, 'sliding_window', None) - 1
     return found
 
