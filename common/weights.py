@@ -50,15 +50,15 @@ def write_tensors(path, tensors, meta):
     write_safetensors(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
 
 
-def mapped_tensors(path, name):
+def mapped_tensors(path):
     """-> the tensors of a safetensors file, mapped: what is not used takes no memory; and the strings of its
-    header. ValueError if it is broken or not one. name: of the file, for messages"""
+    header. ValueError if it is broken or not one."""
     try:
         with safe_open(path, 'pt') as f:
             in_file = f.keys()
             return {key: f.get_tensor(key) for key in in_file}, f.metadata() or {}
     except (SafetensorError, OSError, RuntimeError) as e:
-        raise ValueError(f'{name}: not a whole safetensors file ({e})') from None
+        raise ValueError(f'{path}: not a whole safetensors file ({e})') from None
 
 
 def one_tensor(path, name):
@@ -72,7 +72,7 @@ def opened(path):
     truncated"""
     if not os.path.exists(path):
         raise ValueError(f'{path}: no such file; python train.py --rule=delta makes out/ckpt.safetensors')
-    tensors, header = mapped_tensors(path, path)
+    tensors, header = mapped_tensors(path)
     if not {'meta', 'digest'} <= header.keys():
         raise ValueError(f'{path}: not written by this project; of the hub\'s models give the folder')
     return tensors, header

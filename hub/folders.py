@@ -134,7 +134,7 @@ def stored_in(folder):
     """The tensors in a folder's files -> {name by `uniform_name`: its file, its name there}"""
     stored = {}
     for file in files_of_weights(folder):
-        tensors, _ = mapped_tensors(file, file)
+        tensors, _ = mapped_tensors(file)
         for name in tensors:
             stored[uniform_name(name)] = file, name
     return stored
