@@ -40,7 +40,7 @@ from common.watch import through
 from common.weights import pack, read_tensors, state_bytes, unpack, weights_digest, write_tensors
 from data import vocabulary
 from fastweight import FLOOR, RULES, nearer
-from model import CacheFlags, chosen_texts, idle, load, pick_forms, refuse_broken, seen_by_k, spread
+from model import CacheFlags, chosen_texts, idle, load, pick_forms, seen_by_k, spread
 
 OFTEN = 'init prompt chat tokens temperature top_p rule cache dtype html'      # first in --help
 
@@ -211,7 +211,6 @@ def classes_of(model, row, data):
         raise ValueError(f'--prompt: {plural(T, "token")}, but a row of this model has {whole}')
     logits, _ = model(tokens)
     logits = logits.reshape(-1, c.classes)[-1:]             # the last token's, if there is one for each
-    refuse_broken(logits)
     p, order = logits[0].softmax(-1).sort(descending=True)
     return list(zip(order.tolist(), p.tolist()))
 

@@ -3025,10 +3025,6 @@ def test_draws_are_those_of_multinomial(monkeypatch):
         assert (model_py.sample(logits.expand(50, -1), **kw) == 0).all()
     assert model_py.sample(logits[None], temperature=1e9, top_k=99).item() < 4
     assert len(set(model_py.sample(torch.zeros(99, 9), top_k=3).flatten().tolist())) <= 3       # level ones, too
-    for broken in [-torch.inf, -torch.inf], [1., torch.nan], [torch.inf, 1.]:
-        for temperature in 0, 1:
-            with pytest.raises(ValueError, match='logits.*expected finite'):
-                model_py.sample(torch.tensor([broken]), temperature)
     monkeypatch.setattr(torch.Tensor, 'exponential_', lambda r, generator: r.zero_().neg_())
     assert (model_py.sample(logits.expand(50, -1)) == 0).all()             # some devices draw -0.0 now and then
 
