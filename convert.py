@@ -650,7 +650,6 @@ class Conversion:
         self.teacher = teacher
         self.data = data
         self.about = about
-        self.seconds = {}                                   # per stage, including those before --resume
         self.table = []
         self.tokens = args.batch_size * data.T              # in a step
         self.of_text = data.meta.kind == 'text'
@@ -680,12 +679,11 @@ class Conversion:
         return {'perplexity': math.exp(min(nats.mean().item(), 80)), **recovered(exact - nats),
                 'KL': kl.mean().item()}
 
-    def add_line(self, name, model, *done, steps=0):
-        """Add a line to the table, print and log it: how good a model is after these stages and steps."""
+    def add_line(self, name, model, steps=0):
+        """Add a line to the table, print and log it: how good a model is after so many steps."""
         row = self.columns_of(model, name)
-        seconds = sum(self.seconds[stage] for stage in done)
         self.table.append({'model': name, **row, 'tokens': steps * self.tokens,
-                           'minutes': round(seconds / 60, 2), 'state bytes': bytes_after(model, self.data.T)})
+                           'state bytes': bytes_after(model, self.data.T)})
         if 'accuracy' in row:
             text = score(self.data.meta, math.log(row['perplexity']), row)
         else:
@@ -703,13 +701,11 @@ class Conversion:
         model.train()
         first = 0
         if args.resume and os.path.exists(path):
-            first = self.restore_stage(stage, path, model, opt)
+            first = self.restore_stage(path, model, opt)
         if args.resume:
             cut_log(self.log, first, stage)
-        self.seconds.setdefault(stage, 0)
         times = []                                          # of the steps since the last line
         for done, loss, norm, took, stops in training(model, opt, losses, first, steps, lr, 1.0, args.seed):
-            self.seconds[stage] += took
             times.append(took)
             saves = done % args.eval_every == 0 or done == steps
             if saves or sum(times) > SLOW:
@@ -717,14 +713,13 @@ class Conversion:
                 tell_step(self.log, self.data, steps, lr, done, loss / parts, norm, ms, stage=stage)
                 times.clear()
             if saves or stops:
-                header = {**self.about, 'step': done, 'seconds': self.seconds[stage]}
-                save(path, model, header, pack_optimiser(model, opt), learned(model))
+                save(path, model, {**self.about, 'step': done}, pack_optimiser(model, opt), learned(model))
             if saves and done < steps:
                 tell(self.log, stage=stage, step=done, tokens=done * self.tokens,
                      **self.columns_of(model, stage))
         model.eval()
 
-    def restore_stage(self, stage, path, model, opt):
+    def restore_stage(self, path, model, opt):
         """Restore model and optimiser of a stopped stage -> the steps already done."""
         tensors, meta = read_tensors(path)
         for key, digest in self.about['made_from'].items():
@@ -735,7 +730,6 @@ class Conversion:
         others = {name: x for name, x in model.state_dict().items() if name not in changing}
         fill(model, others | weights, f'{path}: holds the weights of another model')
         unpack_optimiser(model, opt, tensors)
-        self.seconds[stage] = meta['seconds']
         return meta['step']
 
 
@@ -750,13 +744,12 @@ def controls(run, teacher, config, steps):
         twin = copy.deepcopy(teacher)
         stage = f'control: teacher, {lr:g}'
         finetune(run, stage, twin, steps, lr, lora=run.args.lora)
-        run.add_line(stage, twin, stage, steps=steps)
+        run.add_line(stage, twin, steps)
     tuned = max(run.table[-len(rates):], key=lambda row: row['recovered'] or 0)
     torch.manual_seed(run.args.seed)
     anew = GPT(config).to(run.data.device)
-    stage = 'control: from scratch'
-    finetune(run, stage, anew, steps, LR)
-    run.add_line('control: student from scratch', anew, stage, steps=steps)
+    finetune(run, 'control: from scratch', anew, steps, LR)
+    run.add_line('control: student from scratch', anew, steps)
     for row in run.table:
         row['of the tuned'] = share(row, tuned)
 
@@ -935,15 +928,13 @@ def both_stages(run, teacher, student, new, kind, distilled):
     texts = [rows(run.data.val, [begin], run.data.T, run.data.meta, run.data.device)[0] for begin in some]
     run.add_line('swapped', student)
     layers, query = compared('swapped', teacher, student, texts)
-    done = []                                               # names of finished stages
     if distilled:
         names = new
         if args.learn == 'mixer':
             mixers = tuple(f'{name}.' for name in changed(student, new))
             names = {name for name, _ in student.named_parameters() if name.startswith(mixers)}
         distil(run, teacher, student, names, kind, distilled, args.distil_lr)
-        done.append(f'distil ({kind})')
-        run.add_line(f'distilled ({kind})', student, *done, steps=distilled)
+        run.add_line(f'distilled ({kind})', student, distilled)
         again, seen = compared('distilled', teacher, student, texts)
         layers += again
         query |= seen
@@ -951,8 +942,7 @@ def both_stages(run, teacher, student, new, kind, distilled):
         guide = teacher if args.loss == 'kl' else None
         unshare(student, new if args.lora else dict(student.named_parameters()))
         finetune(run, 'fine-tune', student, args.steps, args.lr, distilled, guide, args.lora, new)
-        done.append('fine-tune')
-        run.add_line('fine-tuned', student, *done, steps=distilled + args.steps)
+        run.add_line('fine-tuned', student, distilled + args.steps)
     return layers, query
 
 
@@ -1056,7 +1046,7 @@ def main(argv):
     one_text = {source: in_one_text(run, source, teacher, model)
                 for source, model in [(args.out, student), *beside]}
     for what, model in other_policies(student):
-        run.add_line(f'the same, cached by {what}', model, steps=distilled + args.steps)
+        run.add_line(f'the same, cached by {what}', model, distilled + args.steps)
     if args.controls and args.steps:
         controls(run, teacher, plain, distilled + args.steps)
 
