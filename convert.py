@@ -27,11 +27,11 @@ A model of train.py's default size takes six minutes on one core, controls inclu
 
 What is recovered is the teacher's perplexity over the student's (of a task: the student's accuracy over the
 teacher's). A recipe is a list of flags (RECIPES). Flags that you give override it. Writes ckpt.safetensors,
-log.jsonl, result.json (the student's figures) and convert.json into --out. convert.json has the tables, also
-by layer, and the attention weights of one query. Columns: `low`, `high`, a 95 % interval over
-rows; `to 512`, what is recovered among the tokens up to there in a row; `KL`, from the teacher's distribution
-to the model's, in nats; `of the tuned`, against the better of the two teachers trained on; `order kept`, how
-often weights rank two keys as q.k does. The table also has caches without a matrix, one of as many tokens
+log.jsonl, result.json (the student's figures) and convert.json into --out. convert.json has the table, how
+much attention differs by layer, and the attention weights of one query. Columns: `low`, `high`, a 95 %
+interval over rows; `to 512`, what is recovered among the tokens up to there in a row; `KL`, from the
+teacher's distribution to the model's, in nats; `of the tuned`, against the better of the two teachers trained
+on; `order kept`, how often weights rank two keys as q.k does. The table also has caches without a matrix, one of as many tokens
 and some of as many bytes, and the models of --beside. A student with a limited cache is also run under the
 policies that it was not trained with, and every student in one text as long as four rows.
 """
@@ -983,15 +983,6 @@ def over_the_best(nats, name, others):
     return best, over['recovered'], over['low'], over['high']
 
 
-def means_over_layers(lines):
-    """The lines of `compared` -> one per stage, with the mean of each column over the layers"""
-    found = {}
-    for line in lines:
-        found.setdefault(line['model'], []).append(line)
-    return [{'model': name, **{key: sum(line[key] for line in some) / len(some) for key in some[0]
-                               if key not in ('model', 'layer')}} for name, some in found.items()]
-
-
 @script
 def main(argv):
     given, changes = flags_of(argv)
@@ -1053,14 +1044,11 @@ def main(argv):
     print()
     table(run.table)
     print()
-    if layers:
-        table(means_over_layers(layers))
-        print()
     files.write_json(f'{args.out}/convert.json', {
         'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
         'table': run.table, 'layers': layers, 'query': query, 'in one text': one_text,
         'over the best other': over_best})
-    print(f'{args.out}/convert.json has these tables; {next_command(args.out, meta["data"])}')
+    print(f'{args.out}/convert.json has this table; {next_command(args.out, meta["data"])}')
     forget(stages(args.out))
 
 
