@@ -598,19 +598,16 @@ def bytes_after(model, T):
     return one + (T - 1) * (two - one)
 
 
-def other_policies(student):
-    """A student with limited caches, under the policies that it was not trained with -> names, models"""
+def under_policies(name, student):
+    """A student by its name and, if its cache is limited, under the policies that it was not trained with, as
+    'NAME, h2o' -> {name: model}"""
     rules = student.config.rules
+    found = {name: student}
     for policy in COMPARED:
         others = [policy if RULES[rule].bounded else rule for rule in rules]
         if others != rules:
-            yield policy, cached_by(student, others)
-
-
-def under_policies(name, student):
-    """-> the student by its name, and under other policies by theirs: 'NAME, h2o'"""
-    others = {f'{name}, {policy}': model for policy, model in other_policies(student)}
-    return {name: student, **others}
+            found[f'{name}, {policy}'] = cached_by(student, others)
+    return found
 
 
 # ---- a conversion: its stages, its table -------------------------------------------------------------------
@@ -1036,8 +1033,9 @@ def main(argv):
     files.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
     one_text = {source: in_one_text(run, source, teacher, model)
                 for source, model in [(args.out, student), *beside]}
-    for what, model in other_policies(student):
-        run.add_line(f'the same, cached by {what}', model, distilled + args.steps)
+    for form, model in under_policies('the same', student).items():
+        if model is not student:
+            run.add_line(form, model, distilled + args.steps)
     if args.controls and args.steps:
         controls(run, teacher, plain, distilled + args.steps)
 
