@@ -31,9 +31,9 @@ log.jsonl, result.json (the student's figures) and convert.json into --out. conv
 much attention differs by layer, and the attention weights of one query. Columns: `low`, `high`, a 95 %
 interval over rows; `to 512`, what is recovered among the tokens up to there in a row; `KL`, from the
 teacher's distribution to the model's, in nats; `of the tuned`, against the better of the two teachers trained
-on; `order kept`, how often weights rank two keys as q.k does. The table also has caches without a matrix, one of as many tokens
-and some of as many bytes, and the models of --beside. A student with a limited cache is also run under the
-policies that it was not trained with, and every student in one text as long as four rows.
+on; `order kept`, how often weights rank two keys as q.k does. The table also has caches without a matrix, one
+of as many tokens and some of as many bytes, and the models of --beside. A student with a limited cache is
+also run under the policies that it was not trained with, and every student in one text as long as four rows.
 """
 import copy
 import dataclasses
@@ -188,11 +188,6 @@ def rules_after(old, changes, places):
     rules stay. Softmax over a source also stays if --rule caches few tokens, since a source is read as a
     whole."""
     rule = changes.get('rule', old.rule)
-    if not old.encoder and set(places) != set(ATTENTIONS):
-        raise ValueError(f'--swap={",".join(places)}: the teacher has no encoder, so there is but one place')
-    if 'self' not in places and rule not in SOURCE_RULES:
-        raise ValueError(f'--swap={",".join(places)}: {rule} caches few tokens, a source is read whole; '
-                         'take another rule, or self as well')
     layers = old.rules
     if 'self' in places:
         layers = [rule if name == 'softmax' else name for name in layers]
