@@ -859,16 +859,11 @@ def cannot_teach(args, config):
 
 
 def tell_start(args, name, data, student, new):
-    """Print what is converted, how many parameters are new, and the size of the state. name: of the data"""
+    """Print what is converted, and how many parameters are new. name: of the data"""
     counts = {name: p.numel() for name, p in student.named_parameters()}
     added = sum(counts[name] for name in new)
-    text = (f'{args.from_} -> {student.config.summary()}; {name}, '
-            f'{plural(args.batch_size, "row")} of {data.T} a step; '
-            f'{plural(args.threads, "thread")}; of {sum(counts.values()):,} parameters {added:,} are new')
-    size = bytes_after(student, data.T)
-    if size:
-        text += f'; after a row a state of {size / 1e6:.3g} MB'
-    say(text)
+    say(f'{args.from_} -> {student.config.summary()}; {name}, {plural(args.batch_size, "row")} of {data.T} a '
+        f'step; {plural(args.threads, "thread")}; of {sum(counts.values()):,} parameters {added:,} are new')
 
 
 def untrained_student(args, changes, teacher, data):

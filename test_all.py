@@ -3265,7 +3265,7 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
     assert names[:2] == ['teacher', 'swapped'] and names[-4:] == ['fine-tuned', *controls]
     the_table_adds_up(found['table'])
     result = json.loads((tmp_path / 'result.json').read_text())
-    assert result['steps'] == 3 and f'a state of {result["state bytes"] / 1e6:.3g} MB' in said
+    assert result['steps'] == 3
     assert [result['recovered']] == [row['recovered'] for row in found['table'] if row['model'] == 'fine-tuned']
     assert caches_beside(found['table'], model_py.Config(**found['config'])) == 3
     again = [row['model'] for row in found['table'] if row['model'].startswith('the same')]
