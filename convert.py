@@ -70,7 +70,7 @@ from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, Ro
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
 # kind of feature map.
 RECIPES = {
-    'pure': '--rule=gla-beta --distil=hidden --learn=mixer --faster=5',
+    'pure': '--rule=gla-beta --distil=hidden --faster=5',
     'hybrid': '--rule=sink --cache=64 --overflow=sum:slots --distil=mse --faster=5',
     'cache': '--rule=sink --cache=157 --steps=1300',        # as many bytes as hybrid keeps for heads of 32
     'hedgehog': '--rule=sum --phi=hedgehog:listing --distil=ce --loss=next',
@@ -108,11 +108,9 @@ class Args:
                      path=True)
     out: str = flag('out/convert', 'folder for the checkpoint, tables and log', path=True)
     swap: str = flag(','.join(ATTENTIONS), 'in a translator: which attention to swap')
-    distil: str = flag('auto', 'stage 1, layer by layer: match attention weights (ce), outputs (mse) or '
-                               'hidden states; auto: ce if the student has weights, else mse',
+    distil: str = flag('auto', 'stage 1, layer by layer: new parameters match attention weights (ce), outputs '
+                               '(mse), or whole mixers hidden states; auto: ce if there are weights, else mse',
                        ['auto', 'ce', 'mse', 'hidden', 'none'])
-    learn: str = flag('new', 'stage 1 trains the new parameters or, with --distil=hidden, whole mixers',
-                      ['new', 'mixer'])
     distil_steps: int = flag(300, 'steps of stage 1', low=0, high=10 ** 9)
     distil_lr: float = flag(1e-2, 'peak learning rate of stage 1', low=0, high=100)
     steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0, high=10 ** 9)
@@ -917,7 +915,7 @@ def both_stages(run, teacher, student, new, kind, distilled):
     layers, query = compared('swapped', teacher, student, texts)
     if distilled:
         names = new
-        if args.learn == 'mixer':
+        if kind == 'hidden':
             mixers = tuple(f'{name}.' for name in changed(student, new))
             names = {name for name, _ in student.named_parameters() if name.startswith(mixers)}
         distil(run, teacher, student, names, kind, distilled, args.distil_lr)

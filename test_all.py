@@ -3334,16 +3334,16 @@ def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeyp
     assert len(shared) == (len(loaded) - adapted if more else 0)
     assert row['model'] == 'fine-tuned' and 0 <= row['accuracy'] <= 1 and 'bits per byte' not in row
 
-HYBRID = dict(distil='mse', learn='new', faster=5)
+HYBRID = dict(distil='mse', faster=5)
 WINDOWED = dict(rule='sink', cache=9, overflow='sum:slots')
 
 @pytest.mark.parametrize('given, way, changes', [
     ('', {}, dict(rule='gla-beta')), ('--phi=t2r --lr=1e-4', dict(lr=1e-4), dict(rule='gla-beta', phi='t2r')),
     ('--recipe=hybrid --cache=9', HYBRID, WINDOWED),
-    ('--recipe=t2r', dict(distil='none', learn='new', faster=1), dict(rule='sum', phi='t2r')),
+    ('--recipe=t2r', dict(distil='none', faster=1), dict(rule='sum', phi='t2r')),
     ('--recipe=hybrid --overflow=', HYBRID, WINDOWED | dict(cache=64, overflow='')),
-    ('--recipe=cache', dict(distil='auto', learn='new', faster=1, steps=1300), dict(rule='sink', cache=157)),
-    ('--rule=delta --learn=new', dict(learn='new'), dict(rule='delta')),
+    ('--recipe=cache', dict(distil='auto', faster=1, steps=1300), dict(rule='sink', cache=157)),
+    ('--rule=delta --distil=mse', dict(distil='mse'), dict(rule='delta')),
     ('--recipe=hybrid --rule=window', HYBRID, WINDOWED | dict(rule='window', cache=64)),
     ('--layers=softmax,gla', {}, dict(rule='sum', layers='softmax,gla'))])
 def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(given, way, changes, a_model,
@@ -3352,7 +3352,7 @@ def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(gi
     given, found = convert.by_recipe(*convert.flags_of(given.split()), teacher)
     args = convert.Args(**given)
     lr = (.03 if 'cache' in found else .25) / 16
-    expected = dict(distil='hidden', learn='mixer', faster=5, lr=lr, steps=1000, batch_size=4, row=16) | way
+    expected = dict(distil='hidden', faster=5, lr=lr, steps=1000, batch_size=4, row=16) | way
     assert found == changes and {name: getattr(args, name) for name in expected} == expected
     monkeypatch.setattr(train, 'SMALL', 0)
     given, found = convert.by_recipe(dict(steps=7), dict(cache=3), teacher)
@@ -3416,9 +3416,9 @@ def test_a_matrix_beside_rows_begins_with_the_weight_of_what_it_holds(rule, firs
         W = torch.linalg.lstsq(torch.cat([far, more]), torch.cat([spread, 0 * more[:, :2]])).solution
         near(memory.log_mass(u), logs.mean(0) + far @ W, 1e-6)
 
-@pytest.mark.parametrize('learn', ['new', 'mixer'])
-def test_stage_1_trains_what_it_may_and_never_the_teacher(learn, a_model, tmp_path, monkeypatch):
-    """`new`: parameters that are new; `mixer`: all of the mixers that have some. Of a teacher that has gates
+@pytest.mark.parametrize('kind', ['ce', 'hidden'])
+def test_stage_1_trains_what_it_may_and_never_the_teacher(kind, a_model, tmp_path, monkeypatch):
+    """Parameters that are new; for `hidden`, all of the mixers that have some. Of a teacher that has gates
     itself, which stay as they are."""
     teacher = a_model('--layers=gla,softmax', '--norm=attn', '--phi=hedgehog')
     distil, whole = convert.distil, load(teacher)[0].state_dict()
@@ -3429,10 +3429,10 @@ def test_stage_1_trains_what_it_may_and_never_the_teacher(learn, a_model, tmp_pa
         close(dict(model.state_dict()), dict(whole), 0)
         moved = {name for name, x in student.named_parameters() if not torch.equal(x, before[name])}
         mixer = {name for name in before if name.startswith('blocks.1.mixer.')}
-        assert moved == names == (mixer if learn == 'mixer' else before.keys() - whole.keys())
+        assert moved == names == (mixer if kind == 'hidden' else before.keys() - whole.keys())
         assert names <= mixer
     monkeypatch.setattr(convert, 'distil', watched)
-    converted(teacher, tmp_path, f'--learn={learn}', '--layers=gla,gla', '--controls=false')
+    converted(teacher, tmp_path, f'--distil={kind}', '--layers=gla,gla', '--controls=false')
 
 @pytest.mark.parametrize('at', [4, 9])
 def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, a_model, tmp_path, monkeypatch, capsys):
@@ -4395,7 +4395,7 @@ def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, in_proces
     for found in tmp_path.glob('out/transfer/*/convert.json'):
         found = json.loads(found.read_text())
         args = found['args']
-        assert [args[name] for name in ('learn', 'loss', 'faster')] == ['new', 'next', 1]
+        assert [args[name] for name in ('loss', 'faster')] == ['next', 1]
         used.add(args['data'])
         val = torch.from_numpy(prepare.load_set(args['data'])[1].astype(int))
         begin = train.blocks(len(val) - (len(val) - 1) % 16, 16, Data(), 4)
