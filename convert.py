@@ -84,7 +84,6 @@ LARGE_RECIPES = RECIPES | {
     'cache': '--rule=sink --cache=253 --positions=compress --steps=488'}        # heads of 64
 LARGE = '--batch_size=1 --distil_steps=8 --steps=480 --eval_rows=16'        # defaults with all of these
 ATTENTIONS = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
-KEEP = 'costly', 'spread'               # which layers may stay softmax, see `stay`
 FIRST = 256                                             # tokens of the first range where it is judged
 COMPARED = 'sink', 'tova', 'h2o'                        # policies to compare with, see `caches`
 LONG = 1024                                             # most tokens per row without --row: T x T tensors
@@ -108,8 +107,9 @@ class Args:
                      path=True)
     out: str = flag('out/convert', 'folder for the checkpoint, tables and log', path=True)
     swap: str = flag(','.join(ATTENTIONS), 'in a translator: which attention to swap')
-    distil: str = flag('auto', 'stage 1, layer by layer: new parameters match attention weights (ce), outputs '
-                               '(mse), or whole mixers hidden states; auto: ce if there are weights, else mse',
+    distil: str = flag('auto', 'stage 1, layer by layer: new parameters match attention weights (ce) or '
+                               'outputs (mse), whole mixers hidden states; auto: ce if there are weights, '
+                               'else mse',
                        ['auto', 'ce', 'mse', 'hidden', 'none'])
     distil_steps: int = flag(300, 'steps of stage 1', low=0, high=10 ** 9)
     distil_lr: float = flag(1e-2, 'peak learning rate of stage 1', low=0, high=100)
@@ -122,7 +122,7 @@ class Args:
     loss: str = flag('kl', 'stage 2: predict the next token, or match the teacher (KL)', ['next', 'kl'])
     lora: int = flag(0, 'rank of LoRA on W_q, W_k, W_v, W_o in stage 2; 0: all weights', low=0, high=2 ** 17)
     batch_size: int = flag(4, 'rows per step', low=1, high=2 ** 20)
-    keep: str = flag('', 'layers that stay softmax: costly:4, those whose swap costs most, or spread:4')
+    keep: int = flag(0, 'so many layers stay softmax, spread over the depth', low=0, high=2 ** 16)
     row: int = flag(0, 'tokens per row; 0: as in the teacher\'s training, at most 1,024; of a large model '
                        'at most 512', low=0, high=2 ** 24)
     eval_rows: int = flag(64, f'validation rows for each evaluation; of a classifier {TASK_ROWS}', low=2,
@@ -744,26 +744,6 @@ def controls(run, teacher, config, steps):
         row['of the tuned'] = share(row, tuned)
 
 
-# ---- layers that stay softmax ------------------------------------------------------------------------------
-def stay(how, teacher, student, data, begin):
-    """Which of the teacher's softmax layers stay. how: costly:4 or spread:4. costly: those whose swap alone
-    costs most nats on the training rows that start at `begin`  ->  indices of layers"""
-    kind, _, n = how.partition(':')
-    n = int(n)
-    layers = [i for i, rule in enumerate(teacher.config.rules) if rule == 'softmax']
-    if kind == 'spread':
-        return [layers[(2 * i + 1) * len(layers) // (2 * n)] for i in range(n)]
-    data = dataclasses.replace(data, val=data.train)
-    cost = {}
-    for i in layers:
-        block = teacher.blocks[i]
-        own = block.mixer
-        block.mixer = student.blocks[i].mixer
-        cost[i], _ = data.evaluate(teacher, begin, label=f'layer {i}')
-        block.mixer = own
-    return sorted(layers, key=cost.get)[-n:]
-
-
 # ---- the run -----------------------------------------------------------------------------------------------
 def flags_of(argv):
     """The given flags, with --resume also those of the stopped conversion -> flags of Args, of the student"""
@@ -847,11 +827,9 @@ def cannot_teach(args, config):
         f'{args.from_}: its layers are {briefly(config.all_rules)}; a teacher has softmax layers, and no '
         'other cache: python train.py --rule=softmax --n_head=4 --out=out/softmax makes one')
     yield files.lies_in(args.from_, args.out), f'--out={args.out}: it holds the teacher; take another folder'
-    kind, _, n = args.keep.partition(':')
     layers = config.rules.count('softmax')
-    yield args.keep and not (kind in KEEP and n.isdecimal() and 0 < int(n) < layers), (
-        f'--keep={args.keep}: expected {", ".join(KEEP)}, each as costly:4, with fewer than the {layers} '
-        'softmax layers')
+    yield args.keep and args.keep >= layers, (
+        f'--keep={args.keep}: expected fewer than the {layers} softmax layers')
     yield args.row > config.block_size, (
         f'--row={args.row}: the teacher was trained on rows of {config.block_size}; give at most that')
 
@@ -872,6 +850,12 @@ def untrained_student(args, changes, teacher, data):
     x, _ = rows(data.train, begin, data.T, data.meta, data.device)
     places = args.swap.split(',')
     student, new = swap(teacher, changes, places)
+    if args.keep:
+        old = [i for i, rule in enumerate(teacher.config.rules) if rule == 'softmax']
+        kept = [old[(2 * i + 1) * len(old) // (2 * args.keep)] for i in range(args.keep)]
+        rules = enumerate(student.config.rules)
+        changes['layers'] = ','.join('softmax' if i in kept else rule for i, rule in rules)
+        student, new = swap(teacher, changes, places)
     config = student.config
     refuse(cannot_train(config))
     if any(RULES[rule].bounded for rule in config.rules) and config.cache >= data.T:
@@ -882,13 +866,6 @@ def untrained_student(args, changes, teacher, data):
         say(f'new parameters begin by how the teacher looks at {x.numel():,} tokens')
     if new:
         begin_as(teacher, student, x)
-    if args.keep:
-        kept = stay(args.keep, teacher, student, data, begin)
-        say(f'--keep={args.keep}: layers {", ".join(map(str, sorted(kept)))} stay softmax')
-        changes['layers'] = ','.join('softmax' if i in kept else rule for i, rule in enumerate(config.rules))
-        student, new = swap(teacher, changes, places)
-        if new:
-            begin_as(teacher, student, x)
     return student, new
 
 

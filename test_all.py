@@ -1663,8 +1663,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--from=LINK --out=FOLDER': 'it holds the teacher', '--rule=softmax': 'would change',
         '--recipe=hybrid --cache=16': 'never leave',
         '--rule=tova --cache=8 --overflow=sum:slots': 'train with --rule=sink',
-        '--keep=spread:2': 'fewer than the 2 softmax',
-        '--keep=some:1': 'costly, spread', '--row=17': 'rows of 16',
+        '--keep=2': 'fewer than the 2 softmax', '--row=17': 'rows of 16',
         '--from=FOLDER': 'config.json: No such file', '--from=a/b/c': 'no such folder',
         '--from=TRANSLATOR --swap=decoder': 'choose from self', '--export=': '--export=: give a folder',
         '--export=x --steps=3': 'means nothing', '--export=FOLDER': 'holds the model of --from',
@@ -2062,11 +2061,11 @@ def test_what_matters_is_said(a_model, capsys):
 
 def test_a_large_teacher_is_looked_at_only_for_new_parameters(a_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, 'SMALL', 0)
-    for overflow, begins in ('', 0), ('sum:slots', 2):          # --keep swaps twice, and says it once
+    for overflow, begins in ('', 0), ('sum:slots', 1):
         begin = Mock()
         monkeypatch.setattr(convert, 'begin_as', begin)
         run = f'--from={a_model("--rule=softmax")}', '--recipe=hybrid', '--cache=6', f'--overflow={overflow}'
-        how = '--keep=spread:1', '--steps=0', '--distil_steps=0', '--eval_rows=2', f'--out={tmp_path}'
+        how = '--keep=1', '--steps=0', '--distil_steps=0', '--eval_rows=2', f'--out={tmp_path}'
         assert convert.main([*run, *how]) == 0 and begin.call_count == begins
         assert ('new parameters begin' in capsys.readouterr().out) == (begins > 0)
     flags = f'--init={a_model("--rule=softmax")}', '--steps=1', f'--out={tmp_path}/tuned', '--device=cpu'
@@ -3284,25 +3283,9 @@ def test_what_is_recovered_is_told_by_position_with_an_interval():
     found = [row[name] for name in ('to 256', 'to 512', 'to 600')]
     assert found == pytest.approx(np.exp([-.05, -1.05, -.05]))
 
-def test_layers_that_stay_softmax(teacher, tmp_path):
-    """costly: those without which the teacher's loss is highest, also where few places of a row have a target; the
-    other layers are swapped."""
-    converted(teacher, tmp_path, '--keep=spread:1', '--rule=retention', '--controls=false')
-    assert load(tmp_path / 'ckpt.safetensors')[0].config.rules == ['retention', 'softmax']
-    teacher = small(rule='softmax', n_layer=4)
-    student = convert.swap(teacher, {'rule': 'retention'})[0].double()
-    x, y = torch.randint(256, (2, 4, 16))
-    y[:, ::3] = 256                                             # is ignored
-    meta = Data('ids', 256, row=16, ignore=256)
-    data = train.Rows(torch.cat([x, y], 1).flatten().numpy(), None, meta, 16, torch.device('cpu'))
-    losses = []
-    for i in range(4):
-        one = copy.deepcopy(teacher)
-        one.blocks[i] = student.blocks[i]
-        losses.append(F.cross_entropy(one(x)[0].flatten(0, 1), y.flatten(), ignore_index=256).item())
-    costly = np.argsort(losses)[2:].tolist()
-    for how, wanted in ('costly:2', costly), ('spread:2', [1, 3]):
-        assert sorted(convert.stay(how, teacher, student, data, np.arange(0, 128, 32))) == sorted(wanted)
+def test_layers_that_stay_softmax_are_spread_over_the_depth(a_model, tmp_path):
+    converted(a_model('--rule=softmax', '--n_layer=4'), tmp_path, '--keep=2', '--rule=retention', '--controls=false')
+    assert load(tmp_path / 'ckpt.safetensors')[0].config.rules == ['retention', 'softmax'] * 2
 
 def test_rows_are_judged_alike_in_pieces_of_6_tokens(monkeypatch):
     model, x = small(rule='sink', cache=6, overflow='sum:slots'), torch.randint(256, (2, 5, 16))
