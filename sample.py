@@ -55,7 +55,7 @@ class Args:
                               'probability and text, with tabs between; empty lines are left out')
     special: bool = flag(False, 'read special tokens in --prompt, such as <|im_end|>, not their letters')
     tokens: int = flag(256, 'tokens to write; of each answer', low=0, high=10 ** 12)
-    samples: int = flag(1, 'texts written at once', low=1, high=2 ** 16)
+    samples: int = flag(1, 'texts written at once; of --load_state as many as it has', low=1, high=2 ** 16)
     temperature: float = flag(0.8, '0, or less than 1e-4, takes the likeliest token', low=0, high=100)
     top_k: int = flag(0, 'only the k likeliest tokens; 0 for all', low=0, high=2 ** 32)
     top_p: float = flag(1.0, 'only the likeliest tokens, whose probabilities add up to this', low=1e-6,
@@ -130,29 +130,25 @@ def useless(task, given, args, config):
 
 def read_state(args, model, meta):
     """A file of --save_state -> the last tokens of its texts (B, 1) and the state before them. ValueError if
-    another model made it (by its digest), or this one with other flags, or for another number of texts."""
+    another model made it (by its digest), or this one with other flags."""
     path = args.load_state
     tensors, about = read_tensors(path)
-    dtype = about.get('dtype', args.dtype)
-    if dtype != args.dtype:
-        raise ValueError(f'--load_state={path}: made with --dtype={dtype}; give that instead of {args.dtype}')
     if about.get('model') != weights_digest(model, meta):
-        raise ValueError(f'--load_state={path}: not a state of the model in {args.init}')
-    for key, here in dataclasses.asdict(model.config).items():
+        raise ValueError(f'--load_state={path}: not a state of the model in {args.init} with this --dtype')
+    made_with = {**dataclasses.asdict(model.config), 'dtype': args.dtype}
+    for key, here in made_with.items():
         value = about['made_with'].get(key)
         if here != value:
             raise ValueError(f'--load_state={path}: made with {key}={value}; give that instead of {here}')
     last = tensors['last'].to(model.embed.weight.device)
-    if len(last) != args.samples:
-        raise ValueError(f'--load_state={path} holds {plural(len(last), "text")}: take --samples={len(last)}')
     return last, unpack(tensors, last.device)
 
 
 def keep_state(args, model, meta, last, state):
     """Write what `read_state` reads."""
     tensors = {name: x.clone() for name, x in pack(state).items()}          # layers may share some of them
-    about = {'model': weights_digest(model, meta), 'made_with': dataclasses.asdict(model.config),
-             'dtype': args.dtype}
+    made_with = {**dataclasses.asdict(model.config), 'dtype': args.dtype}
+    about = {'model': weights_digest(model, meta), 'made_with': made_with}
     write_tensors(args.save_state, {**tensors, 'last': last}, about)
 
 
@@ -356,7 +352,7 @@ def write_texts(args, model, data, first, state, prompt=None):
     that ends texts, which does not count. prompt: the tokens before, if the one text is printed as it comes
     -> the last tokens, their state, the tokens of each text, the number of steps, the seconds they took"""
     ends = data.ends
-    if args.save_state and args.samples > 1:                # in the state, no text stops before the others
+    if args.save_state and len(first) > 1:                  # in the state, no text stops before the others
         ends = []
     before = (prompt or [])[-LOOK_BACK:]                    # tokens that were printed, or given
     held = []                                               # those of an unfinished character
@@ -538,10 +534,10 @@ def complete(args, model, meta):
     elif read > 1:                                          # all texts begin alike: that is read once
         state = model.read(tokens[:1, :-1], state, label='reading')
         state = chosen_texts(state, torch.zeros(args.samples, dtype=torch.long))
-    alone = prompt if args.samples == 1 else None
+    alone = prompt if len(tokens) == 1 else None
     reading = time.perf_counter() - began
     last, state, texts, steps, seconds = write_texts(args, model, meta['data'], tokens[:, -1:], state, alone)
-    if args.samples > 1 and args.tokens:
+    if len(texts) > 1 and args.tokens:
         for i, text in enumerate(texts, 1):
             print(f'--- {i} ---\n{added(prompt[-LOOK_BACK:], text, meta["data"])}')
     if args.save_state:
@@ -550,7 +546,7 @@ def complete(args, model, meta):
         write_page(args, model, meta, by_whom(tokens[0].tolist(), texts[0]))
     speed = ''
     if steps:
-        speed = f', {steps * args.samples / seconds:,.0f} tokens/s'
+        speed = f', {steps * len(texts) / seconds:,.0f} tokens/s'
     else:
         read -= 1                                           # the last one waits for a step
     growth = 'growing' if 'all' in c.keeps() else 'whatever the length'
