@@ -316,10 +316,7 @@ def write_page(args, model, meta, heard):
         about = {'rule': rule, 'what': RULES[rule].about, 'overflow': model.config.overflow}
         layers.append(about | on_page(given))
     texts = [added(tokens[max(0, i - LOOK_BACK):i], [token], meta['data']) for i, token in enumerate(tokens)]
-    about = args.init
-    if model.config.keeps() - {None, 'all'}:
-        about += f', --cache={model.config.cache}'
-    run = json.dumps({'about': about, 'tokens': texts, 'written': written, 'layers': layers})
+    run = json.dumps({'about': args.init, 'tokens': texts, 'written': written, 'layers': layers})
     run = run.replace('<', '\\u003c')           # no text ends the script in which it stands
     with open(PAGE, encoding='utf-8') as f:
         page = f.read().replace('>null</script>', f'>{run}</script>', 1).encode()     # its empty recording
@@ -513,9 +510,7 @@ def tell_if_past(c, before, now):
     if c.pos == 'learned':
         aside(f'past {c.block_size:,} tokens, the last learned position is repeated')
     elif c.turns() and not near:
-        bounded = not (c.keeps() & {'all', None} or c.overflow or window or c.positions != 'true')
-        hint = '; --positions=compress shortens them' if bounded else ''
-        aside(f'past {c.block_size:,} tokens, rope meets distances that it did not meet in training{hint}')
+        aside(f'past {c.block_size:,} tokens, rope meets distances that it did not meet in training')
 
 
 def complete(args, model, meta):
