@@ -426,8 +426,6 @@ class Chat:
 
 def converse(args, model, meta):
     """A conversation and, however it ends, its page and what it took."""
-    from hub import chat
-    chat.refuse_silent(meta['data'])                        # before one has typed anything
     system = system_prompt(args, meta['data'])
     talk = Chat([*system])
     try:

@@ -42,13 +42,6 @@ def longest_first(data):
     return sorted(data.special, key=len, reverse=True)
 
 
-def refuse_silent(data):
-    """ValueError if a model has no chat template."""
-    if not data.template:
-        raise ValueError('--chat: this model brings no chat template; take one that was trained to chat, '
-                         f'whose folder has {TEMPLATE}, or leave --chat out')
-
-
 @functools.lru_cache(4)
 def compiled(template):
     """A chat template, as transformers compiles it."""
@@ -82,14 +75,14 @@ def rendered(messages, data, ask=True):
     """The text that the chat template makes of messages, a list of {'role', 'content'}, as transformers
     would. ask: up to where the next answer begins. ValueError if there is no template, or it is broken or
     refuses them."""
-    refuse_silent(data)
+    if not data.template:
+        raise ValueError('--chat: this model brings no chat template; take one that was trained to chat, '
+                         f'whose folder has {TEMPLATE}, or leave --chat out')
     names = {name: flags['content'] for name, flags in named(data.files or {}).items()}
     messages = [{**message, 'content': marked(message['content'], data)} for message in messages]
     try:
         return compiled(data.template).render(
             messages=messages, add_generation_prompt=ask, tools=None, documents=None, **names)
-    except ModuleNotFoundError:                         # jinja2 itself
-        raise
     except Exception as e:      # noqa: BLE001  a template may raise anything
         raise ValueError(f'the chat template does not take these messages: {type(e).__name__}: {e}') from None
 
