@@ -92,8 +92,6 @@ def task_of(args, config):
     if args.source and not config.source:
         raise ValueError(f'--source: {args.init} knows no pairs; python train.py --data=multi30k --encoder=3 '
                          'makes a model that does')
-    if config.source and not args.source:
-        raise ValueError(f'{args.init} translates: give --source="..."')
     if config.source:
         return 'translate'
     if not (config.causal or config.classes):

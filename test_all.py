@@ -1652,7 +1652,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--init=READER --prompt="1 2 3 4 1 2 3 4"': 'at most 7',
         '--init=READER --tokens=9': '--tokens means nothing', '--lines': '--lines is for classifiers',
         '--init=TRANSLATOR --source="1 2\n\n3"': 'text 2 has 0',
-        '--init=TRANSLATOR --source=@EMPTY': 'there is no text', '--init=TRANSLATOR --prompt=1': 'give --source',
+        '--init=TRANSLATOR --source=@EMPTY': 'there is no text', '--init=TRANSLATOR': 'there is no text to translate',
         '--init=TRANSLATOR --source=1 --save_state=x': '--save_state means nothing',
         '--html=x.html --samples=2': 'shows one text', '--init=READER': 'no text to classify',
         '--html=x.html --rule=tova --cache=8 --positions=compress': 'of window and sink alone',
