@@ -15,7 +15,6 @@ import os
 
 from common import files
 from common.errors import note, of_package
-from common.flags import plural
 from data import vocabulary
 from data.kinds import Data
 
@@ -84,7 +83,6 @@ def tokenizer_of(folder, vocab):
     try:
         with as_the_hub(path):
             data = Data('json', vocab, json=whole_tokenizer(texts), marks=True)
-            ids = set(vocabulary.subwords(data.json).get_vocab().values())
             before, behind = vocabulary.frame(data)
             highest = max(before + behind, default=0)
             if highest >= vocab:
@@ -92,9 +90,6 @@ def tokenizer_of(folder, vocab):
     except ValueError as e:
         raise ValueError(f'{e}; replace it by the file of this model, or take it away: then tokens are only '
                          'numbers') from None
-    if len(ids) != vocab or max(ids) >= vocab:
-        note(f'{path} has {plural(len(ids), "token")}, the model {vocab:,}: a text with one that the model '
-             'lacks is refused')
     if len(before) == 1:                                        # rows have no room for several
         [data.bos] = before
     return data
