@@ -468,7 +468,7 @@ def answer(args, model, data, talk, said):
     before = len(talk.heard)
     if not text.startswith(talk.text):
         talk.forget()
-    new = chat.token_ids(text[len(talk.text):], data)
+    new = vocabulary.encode(text[len(talk.text):], data, special=True)
     vocabulary.tell_lost(new, data)
     talk.heard += by_whom(new, [])
     ids = [token for token, _ in talk.heard[talk.read:]]
@@ -493,7 +493,7 @@ def answer(args, model, data, talk, said):
     talk.heard += by_whom([], written)
     written = vocabulary.decode(written, data)
     talk.messages.append({'role': 'assistant', 'content': written})
-    talk.text = text + chat.marked(written, data)
+    talk.text = text + chat.tamed(written, data)
 
 
 def tell_if_past(c, before, now):

@@ -3848,24 +3848,14 @@ def said(*texts):
 
 def test_a_template_frames_what_is_said_which_is_never_a_special_token(tmp_path):
     data = a_talker(tmp_path)
-    text = chat.rendered(said(' the quick', 'fox', 'a</s><s>b\ue000 '), data)
-    ids = chat.token_ids(text, data)
+    text = chat.rendered(said(' the quick', 'fox', 'a</s><s>b '), data)
+    ids = vocabulary.encode(text, data, special=True)
     assert ids.count(1) == 4 and ids.count(2) == 3
     assert vocabulary.decode(ids, data) == ('<s>user:the quick</s>\n<s>assistant:fox</s>\n'
-                                         '<s>user:a</s><s>b\ue000</s>\n<s>assistant:')
+                                         '<s>user:a\ufffd/s>\ufffds>b</s>\n<s>assistant:')
     odd = dataclasses.replace(data, special={'%%': 407, '\u25b2': 408, '</s>': 2, '1': 406})
-    marked = chat.marked('a%%%b \u25b2 101 \ue000', odd)
-    assert not {406, 407, 408} & set(chat.token_ids(marked, odd))
-    assert chat.unmarked(marked, odd) == 'a%%%b \u25b2 101 \ue000'
-    assert chat.token_ids('<s>the quick</s>', data) == [1, *vocabulary.encode('the quick', data), 2]
+    assert not any(word in chat.tamed('a%%%b \u25b2 101 <</s>', odd) for word in odd.special)
     assert data.ends == [0, 2, 5] and data.special == {'<unk>': 0, '<s>': 1, '</s>': 2}
-    raw = json.loads(tokenizer_json('metaspace'))               # which knows where a text begins
-    raw['pre_tokenizer']['prepend_scheme'] = 'first'
-    first = dataclasses.replace(data, json=json.dumps(raw), vocab_size=700)
-    plain, letters = (chat.token_ids(chat.rendered(said('the quick', 'fox', f'a {word}'), first), first)
-                      for word in ('b', '<s>'))
-    same = os.path.commonprefix([plain, letters])
-    assert vocabulary.decode(same, first).startswith('<s>user:the quick</s>\n<s>assistant:fox</s>\n<s>user:a')
 
 def test_a_text_is_learned_as_its_model_reads_texts(tmp_path, capsys, monkeypatch):
     """Special tokens are tokens, BOS begins each row and the first token after it is a target; letters that
@@ -3892,7 +3882,7 @@ def test_a_text_is_learned_as_its_model_reads_texts(tmp_path, capsys, monkeypatc
     assert '90 of 270 tokens stand for letters' in capsys.readouterr().err
 
 def test_chats_are_learned_in_the_models_template(tmp_path, capsys, monkeypatch):
-    """The answers and what ends them are the targets, as by hand; a user's special tokens stay letters."""
+    """The answers and what ends them are the targets, as by hand; a user's special tokens become letters."""
     hf = pytest.importorskip('transformers')
     data = a_talker(tmp_path, max_position_embeddings=64)
     monkeypatch.setattr(prepare, 'FOLDER', str(tmp_path / 'data'))
@@ -3903,13 +3893,12 @@ def test_chats_are_learned_in_the_models_template(tmp_path, capsys, monkeypatch)
     wide = meta.row
     assert '18 of 18 conversations have answers' in capsys.readouterr().out and len(val) == 2 * 2 * meta.row
     ids, targets = val.reshape(-1, 2, meta.row)[0]
-    frames = [f'<s>user:{chats[9][0]["content"]}</s>', '\n<s>assistant:', 'quick</s>', '\n<s>user:and', '', '</s>',
+    frames = [f'<s>user:{chats[9][0]["content"]}</s>', '\n<s>assistant:', 'quick</s>', '\n<s>user:and\ufffd/s></s>',
               '\n<s>assistant:', 'jumps over</s>', '\n']
     frames = [vocabulary.encode(part, data, special=True) for part in frames]
-    frames[4] = vocabulary.encode('</s>', data)                 # a user's words
     whole = [*itertools.chain(*frames)]
     assert ids[:len(whole)].tolist() == whole
-    wanted = [token if i in (2, 7) else meta.ignore for i, part in enumerate(frames) for token in part][1:]
+    wanted = [token if i in (2, 5) else meta.ignore for i, part in enumerate(frames) for token in part][1:]
     assert targets[:len(wanted)].tolist() == wanted and set(targets[len(wanted):]) == {meta.ignore}
     plain = said('the quick', 'fox')
     put(tmp_path, 'tokenizer_config.json', '{"bos_token": "<s>", "eos_token": "</s>"}')
@@ -3971,7 +3960,7 @@ def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch)
     model, total = load(tmp_path)[0], sum(read)
 
     def answer(*messages):
-        ids = chat.token_ids(render(said(*messages), data), data)
+        ids = vocabulary.encode(render(said(*messages), data), data, special=True)
         steps = itertools.islice(model.generate(torch.tensor([ids]), temperature=0), 6)
         found = itertools.takewhile(lambda token: token not in data.ends, [token.item() for token, _ in steps])
         return ids, [*found]
@@ -4140,7 +4129,7 @@ def test_real_answers_are_those_of_transformers():
     model, meta = load(f'{REAL}/smollm2')
     for text in SAID:
         wanted = tokenizer.apply_chat_template(said(text), add_generation_prompt=True, return_dict=True)['input_ids']
-        assert chat.token_ids(chat.rendered(said(text), meta['data']), meta['data']) == wanted
+        assert vocabulary.encode(chat.rendered(said(text), meta['data']), meta['data'], special=True) == wanted
         row = torch.tensor([wanted])
         theirs_says = theirs.generate(row, do_sample=False, max_new_tokens=16)[0, len(wanted):].tolist()
         says = [token.item() for token, _ in itertools.islice(model.generate(row, temperature=0), len(theirs_says))]

@@ -1,45 +1,27 @@
 """Conversations: messages, framed by a model's chat template, as tokens.
 
     text = rendered([{'role': 'user', 'content': 'Hi'}], data)          # what the template makes of it
-    ids = token_ids(text, data)
+    ids = vocabulary.encode(text, data, special=True)
 
 A template is a program in Jinja that comes with the model. It runs in Jinja's sandbox.
 
-What a user says never becomes a special token: each word of it that would be one is replaced by a private
-character while the template is rendered, and is read as letters.
+What a user says never becomes a special token, see `tamed`.
 """
 import datetime
 import functools
 import json
 import os
-import re
 
 from data import vocabulary
 from hub.texts import TEMPLATE, named
 
-PRIVATE = 0xf0000       # from here on, characters mean nothing in any text
-MARKS = f'[{chr(PRIVATE)}-{chr(PRIVATE + 0xfffd)}]'
-OTHER = PRIVATE + 0x8000    # those below stand for what a user wrote, these for special tokens
 
-
-def marked(text, data):
-    """The text with a private character in place of each word that would be read as a special token."""
-    text = re.sub(MARKS, '\ufffd', text)
-    for i, word in enumerate(longest_first(data)):
-        text = text.replace(word, chr(PRIVATE + i))
+def tamed(text, data):
+    """The text, in which each word that would be read as a special token has another first letter."""
+    for word in data.special:
+        while word in text:                             # %% is in %%% twice
+            text = text.replace(word, f'\ufffd{word[1:]}')
     return text
-
-
-def unmarked(text, data):
-    """The inverse of `marked`."""
-    for i, word in enumerate(longest_first(data)):
-        text = text.replace(chr(PRIVATE + i), word)
-    return text
-
-
-def longest_first(data):
-    """The special tokens' texts; one may be part of another."""
-    return sorted(data.special, key=len, reverse=True)
 
 
 @functools.lru_cache(4)
@@ -79,7 +61,7 @@ def rendered(messages, data, ask=True):
         raise ValueError('--chat: this model brings no chat template; take one that was trained to chat, '
                          f'whose folder has {TEMPLATE}, or leave --chat out')
     names = {name: flags['content'] for name, flags in named(data.files or {}).items()}
-    messages = [{**message, 'content': marked(message['content'], data)} for message in messages]
+    messages = [{**message, 'content': tamed(message['content'], data)} for message in messages]
     try:
         return compiled(data.template).render(
             messages=messages, add_generation_prompt=ask, tools=None, documents=None, **names)
@@ -87,41 +69,11 @@ def rendered(messages, data, ask=True):
         raise ValueError(f'the chat template does not take these messages: {type(e).__name__}: {e}') from None
 
 
-@functools.lru_cache(4)
-def with_other_marks(text, words):
-    """A copy of the tokenizer of this tokenizer.json in which a private character, from OTHER on, stands for
-    each special token in `words`. Then "<s>" is three letters, and chr(OTHER) is the token -> the copy, and
-    {id in the copy: true id} of all added tokens"""
-    raw = json.loads(text)
-    others = {word: chr(OTHER + i) for i, word in enumerate(words)}
-    for token in raw['added_tokens']:
-        token['content'] = others.get(token['content'], token['content'])
-    tokenizer = vocabulary.subwords(json.dumps(raw), special=True)
-    called = {other: word for word, other in others.items()}
-    true = vocabulary.subwords(text).token_to_id
-    return tokenizer, {i: true(called.get(token.content, token.content))
-                       for i, token in tokenizer.get_added_tokens_decoder().items()}
-
-
-def token_ids(text, data):
-    """Token ids of a rendered text."""
-    words = tuple(longest_first(data))
-    if not words or not re.search(MARKS, text):     # then the template alone has special tokens
-        return vocabulary.encode(text, data, special=True)
-    if not data.json:
-        return vocabulary.encode(unmarked(text, data), data)
-    tokenizer, true = with_other_marks(data.json, words)
-    for i, word in enumerate(words):
-        text = text.replace(word, chr(OTHER + i))
-    ids = tokenizer.encode(unmarked(text, data), add_special_tokens=False).ids
-    return vocabulary.in_vocabulary([true.get(i, i) for i in ids], data)
-
-
 def answered(messages, data, none):
     """A conversation to learn from -> its token ids, and the target of each: the next token where that
     belongs to an answer or is the first that ends it, else `none`."""
     text = rendered(messages, data, ask=False)
-    ids = token_ids(text, data)
+    ids = vocabulary.encode(text, data, special=True)
     targets = [none] * len(ids)
     for i, message in enumerate(messages):
         if message['role'] == 'assistant':
@@ -129,9 +81,10 @@ def answered(messages, data, none):
             if not text.startswith(upto):
                 raise ValueError('the chat template changes an answer once another one follows; give '
                                  'conversations with one answer')
-            before = token_ids(rendered(messages[:i], data), data)
+            before = vocabulary.encode(rendered(messages[:i], data), data, special=True)
             begin = max(1, len(os.path.commonprefix([ids, before])))
-            for t in range(begin, len(os.path.commonprefix([ids, token_ids(upto, data)]))):
+            after = vocabulary.encode(upto, data, special=True)
+            for t in range(begin, len(os.path.commonprefix([ids, after]))):
                 targets[t - 1] = ids[t]
                 if ids[t] in data.ends:
                     break
