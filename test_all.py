@@ -1664,7 +1664,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--recipe=hybrid --cache=16': 'never leave',
         '--rule=tova --cache=8 --overflow=sum:slots': 'train with --rule=sink',
         '--keep=2': 'fewer than the 2 softmax', '--row=17': 'rows of 16',
-        '--from=FOLDER': 'config.json: No such file', '--from=a/b/c': 'no such folder',
+        '--from=FOLDER': 'give the file ckpt', '--from=a/b/c': 'no such folder',
         '--from=TRANSLATOR --swap=decoder': 'choose from self', '--export=': '--export=: give a folder',
         '--export=x --steps=3': 'means nothing', '--export=FOLDER': 'holds the model of --from',
         '--eval_rows=1': 'at least 2'},

@@ -71,7 +71,8 @@ def opened(path):
     """-> the tensors of a file of ours, mapped, and its header. ValueError if it is missing, foreign or
     truncated"""
     if not os.path.exists(path):
-        raise ValueError(f'{path}: no such file; python train.py --rule=delta makes out/ckpt.safetensors')
+        raise ValueError(f'{path}: no such file; python train.py --rule=delta makes out/ckpt.safetensors, '
+                         '--rule=softmax --n_head=4 --out=out/softmax a teacher for convert.py')
     tensors, header = mapped_tensors(path)
     if not {'meta', 'digest'} <= header.keys():
         raise ValueError(f'{path}: not written by this project; of the hub\'s models give the folder')

@@ -262,6 +262,8 @@ def folder_of(source):
     """The folder itself, or that of a model on the hub, OWNER/NAME or one of `SHORT_NAMES`; it is downloaded
     once. The variables of huggingface_hub hold: HF_HOME, HF_TOKEN, HF_ENDPOINT."""
     if os.path.isdir(source):
+        if not os.path.exists(os.path.join(source, CONFIG)):
+            raise ValueError(f'{source}: no {CONFIG} in it; of a run of ours give the file ckpt.safetensors')
         return source
     wanted = [CONFIG, '*.safetensors', INDEX, PIXELS, *TEXT_FILES]
     try:
