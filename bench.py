@@ -385,7 +385,7 @@ def settings(argv):
     args = Args(**given)
     if len(numbers(args.lengths)) > 1 and SUITES[name].one:
         raise ValueError(f'--lengths={args.lengths}: this suite takes one')
-    return SUITES[name], args
+    return dataclasses.replace(SUITES[name]), args      # a copy: `classifiers` renames its columns
 
 
 @script
