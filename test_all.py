@@ -2645,7 +2645,7 @@ def test_a_model_from_a_file_is_not_drawn_first(a_model):
 
 @pytest.mark.parametrize('rule, change, why', [
     ('softmax', dict(beta_max=1.0), ''), ('delta', dict(rule='full'), 'full'),
-    ('tova', dict(overflow='sum:favour'), '--overflow'), ('delta', dict(newer=1), 'newer is unknown'),
+    ('delta', dict(newer=1), 'newer is unknown'),
     ('delta', dict(out_norm=...), 'out_norm is unknown, or is missing'),
     ('delta', dict(data=dict(newer=1)), "keyword argument 'newer'"),
     ('delta', dict(data=dict(tokenizer='json', vocab_size=256, json='{}')), 'no description of a tok')], ids=str)
