@@ -149,16 +149,26 @@ def value_of(field, text):
     raise argparse.ArgumentTypeError(f'{text!r}: {expected(field)}{near}')
 
 
+class Screen(argparse.RawDescriptionHelpFormatter):
+    """--help, in which each flag stands with its default as one types it: --steps=100"""
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=25, width=110)
+
+    def _format_action_invocation(self, action):
+        if action.dest == 'help':
+            return '-h, --help'
+        return f'{action.option_strings[0]}={action.metavar}'
+
+
 def parse(argv, doc, *classes, first=''):
     """Read --key=value, --key value, or --key for true -> per dataclass, a dict of the flags that were given.
     ValueError if a flag is unknown or its value does not fit. --help exits. Its first screen is what the
     script does, its commands and the flags in `first`; then come the rest of its docstring and the other
     flags."""
     what, commands, *rest = [*(doc or '').split('\n\n', 2), '', '']    # python -OO removes docstrings
-    screen = partial(argparse.RawDescriptionHelpFormatter, max_help_position=25, width=110)
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=f'{what}\n\n{commands}',
                                      argument_default=argparse.SUPPRESS, allow_abbrev=False,
-                                     formatter_class=screen)
+                                     formatter_class=Screen, add_help=False)
     often = parser.add_argument_group('often needed')
     others = parser.add_argument_group('more', ''.join(rest))
     flags = {}
@@ -176,6 +186,8 @@ def parse(argv, doc, *classes, first=''):
         default = '' if field.default is None else str(field.default)
         group.add_argument(name, dest=field.name, type=partial(value_of, field), metavar=default,
                            help=about.replace('%', '%%'), **alone)
+
+    others.add_argument('-h', '--help', action='help', help='show all this')
 
     def error(why):
         raise ValueError(why.removeprefix('argument '))
