@@ -1104,6 +1104,8 @@ class GPT(nn.Module):
     def use(self, forms):
         """Compute with these Forms from now on, in all modules. self.why is one line about them to print."""
         self.why = forms.why
+        if set(self.config.all_rules) == {'softmax'}:
+            self.why = 'none (softmax is PyTorch\'s)'
         for module in self.modules():
             if hasattr(module, 'forms'):                # FastWeights, Cache, Conv
                 module.forms = forms
