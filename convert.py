@@ -28,10 +28,10 @@ A model of train.py's default size takes six minutes on one core, controls inclu
 What is recovered is the teacher's perplexity over the student's (of a task: the student's accuracy over the
 teacher's). A recipe is a list of flags (RECIPES). Flags that you give override it. Writes ckpt.safetensors,
 log.jsonl, result.json (the student's figures) and convert.json into --out. convert.json has the table, how
-much attention differs by layer, and the attention weights of one query. Columns: `low`, `high`, a 95 %
-interval over rows; `to 512`, what is recovered among the tokens up to there in a row; `KL`, from the
-teacher's distribution to the model's, in nats; `of the tuned`, against the better of the two teachers trained
-on; `order kept`, how often weights rank two keys as q.k does. The table also has caches without a matrix, one
+much attention differs by layer (`order kept`: how often weights rank two keys as q.k does), and the attention
+weights of one query. Columns: `low`, `high`, a 95 % interval over rows; `to 512`, what is recovered among the
+tokens up to there in a row; `KL`, from the teacher's distribution to the model's, in nats; `of the tuned`,
+against the better of the two teachers trained on. The table also has caches without a matrix, one
 of as many tokens and some of as many bytes, and the models of --beside. A student with a limited cache is
 also run under the policies that it was not trained with, and every student in one text as long as four rows.
 """
@@ -105,7 +105,7 @@ class Args:
     from_: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2; OWNER/NAME; a folder', path=True)
     data: str = flag('', 'text, task, pairs or conversations; default: what train.py gave the teacher',
                      path=True)
-    out: str = flag('out/convert', 'folder for the checkpoint, tables and log', path=True)
+    out: str = flag('out/convert', 'folder for the checkpoint, table and log', path=True)
     swap: str = flag(','.join(ATTENTIONS), 'in a translator: which attention to swap')
     distil: str = flag('auto', 'stage 1, layer by layer: new parameters match attention weights (ce) or '
                                'outputs (mse), whole mixers hidden states; auto: ce if there are weights, '

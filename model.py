@@ -168,6 +168,9 @@ class Config:
             yield getattr(self, name) > without and (self.encoder or not self.causal), (
                 f'--{name}={getattr(self, name)} with --encoder={self.encoder} --causal={self.causal}: it is '
                 'for a text that is read step by step; leave it out')
+        scaling = self.rope_scaling
+        yield scaling and (len(scaling) != 4 or min(scaling) <= 0 or scaling[1] >= scaling[2]), (
+            f'rope_scaling={scaling}: expected factor, low, high, n, all above 0, low below high')
         norms = {self.norm or RULES[rule].norm for rule in self.all_rules if RULES[rule].matrix}
         yield self.out_norm and head_dim == 1 and norms - {'attn'}, (
             f'--n_embd={self.n_embd} --n_head={self.n_head}: LayerNorm makes the one channel of a head 0; '

@@ -19,7 +19,7 @@ line. Messages go to standard error.
 A state is everything that a model keeps of what it has read: for each layer a matrix S of fast weights, or
 keys and values, and the last inputs of the convolutions. It does not grow with the text, except with softmax.
 The file also keeps the last token, which the next step reads. A state file belongs to one model, by the
-digest of its weights, and to the flags that changed the model.
+digest of its weights, to the flags that changed the model, and to --dtype.
 """
 import base64
 import dataclasses
@@ -548,8 +548,8 @@ def complete(args, model, meta):
 DO = {'translate': show_translations, 'classify': classify, 'chat': converse, 'complete': complete}
 
 
-def refuse_early(args, given, swap, config):
-    """What can be refused before anything is read."""
+def refuse_before_reading(args, given, swap, config):
+    """What can be refused before a text is read."""
     refuse(idle(swap, config))
     refuse(useless(task_of(args, config), given, args, config))
     for path in filter(None, (args.save_state, args.html)):
@@ -568,7 +568,7 @@ def main(argv):
     device = pick_device(args.device)
     model, meta = load(args.init, device, dtype=getattr(torch, args.dtype), **swap)
     c = model.config
-    refuse_early(args, given, swap, c)
+    refuse_before_reading(args, given, swap, c)
     if c.overflow and c.overflow != meta['config']['overflow']:
         aside(f'--overflow={c.overflow}: untrained, new weights; convert.py --recipe=hybrid trains some')
     model.use(pick_forms(args.impl))

@@ -1409,7 +1409,7 @@ def test_overflow_lies_between_fast_weights_and_softmax(rule, phi, policy):
     assert (found - rows_alone).abs().max() > 1e-3
 
 @pytest.mark.parametrize('given, why', [
-    (dict(encoder=1, source=5), 'source'), (dict(rule='sink', overflow=':favor'), '--overflow=:favor'),
+    (dict(encoder=1, source=5), 'source'), (dict(rope_scaling=[8, 4, 1, 32]), 'low below high'), (dict(rule='sink', overflow=':favor'), '--overflow=:favor'),
     (dict(norm='zzz'), '--norm=zzz: one of attn, sum'), (dict(n_head=0), 'a whole number, at least 1')], ids=str)
 def test_what_no_flag_says_is_refused_in_python_too(given, why):
     with pytest.raises(ValueError, match=why):

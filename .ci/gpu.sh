@@ -47,7 +47,7 @@ train() {                                       # name, most seconds, rule, toke
 
 kernels() {
     step tests 240 'passed|failed' "pytest -q test_all.py -k triton"
-    step kernels 120 '^[a-z/, -]+ [0-9]' "python bench.py train --device=$device --batch=8 --heads=16 \
+    step kernels 120 '^[a-z_/, -]+ [0-9]' "python bench.py train --device=$device --batch=8 --heads=16 \
         --lengths=${lengths// /,} --out=$out"
     step default 90 'tok/s|^validation' "python train.py --device=$device --steps=$steps --val_tokens=65536 \
         --out=$out/default"

@@ -22,9 +22,9 @@ def note(text):
 
 @contextlib.contextmanager
 def of_package(what):
-    """Turn whatever a package raises into a ValueError that begins with `what`. Of a broken archive, zipfile
-    and gzip raise six kinds of errors. tokenizers raises a plain Exception, or panics in Rust: a panic is no
-    Exception, and writes lines of its own to standard error."""
+    """Turn whatever a package raises, if it is there, into a ValueError that begins with `what`. Of a broken
+    archive, zipfile and gzip raise six kinds of errors. tokenizers raises a plain Exception, or panics in
+    Rust: a panic is no Exception, and writes lines of its own to standard error."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError, ImportError):

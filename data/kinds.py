@@ -2,7 +2,7 @@
 
     data = Data(tokenizer='ids', vocab_size=40, row=128, ignore=40)
     data.kind                           # 'task'
-    data.as_dict()                      # as meta.json has it: only what is not the default
+    data.as_dict()                      # as meta.json has it: the tokenizer, and what is not the default
 
 A set is of one kind. A text is a flat array of tokens, each the target of those before it. All others are
 rows: a task (targets anywhere), labels (a class for each row), pairs (a text and its translation), pictures

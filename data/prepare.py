@@ -249,7 +249,7 @@ def usual_folder(name, entry, tokenizer):
 def prepare(name, root=None, tokenizer=None, file=None, like=None):
     """Make a data set, even if it exists -> its folder. Either `tokenizer` names the tokens, and the set goes
     to the usual folder, or `like` describes them, a Data. meta.json is written last: without it, a set is
-    unfinished."""
+    unfinished; an older one does not fit the sha256 of new files."""
     entry = entry_of(name, like)
     wish = like or Data(tokenizer or entry.tokenizer)
     refuse(cannot_be_in(wish, entry, name))
@@ -432,11 +432,13 @@ def learn_with_pad(sides, meta, wish):
 
 
 def save_set(folder, meta, sides):
-    """Write the token arrays of each side, and meta with dtype, counts and sha256: all files, or none."""
+    """Write the token arrays of each side, and meta with dtype, counts and sha256: after an error the
+    old files stay."""
     dtype = np.min_scalar_type(meta.ignore if meta.row else meta.vocab_size - 1)
     meta.dtype = dtype.name
-    with contextlib.ExitStack() as new:                         # entered first, so it is renamed last
-        about = new.enter_context(files.atomic(os.path.join(folder, 'meta.json')))
+    with contextlib.ExitStack() as new:
+        path = os.path.join(folder, 'meta.json')
+        about = new.enter_context(files.atomic(path))           # entered first, so it is renamed last
         for side, arrays in zip((*SIDES, 'test'), sides):
             data = new.enter_context(files.atomic(os.path.join(folder, side + '.bin')))
             digest = files.write_blocks(data, (a.astype(dtype, copy=False).ravel() for a in arrays))

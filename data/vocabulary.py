@@ -95,8 +95,7 @@ def encode(text, meta, special=False):
 def in_vocabulary(ids, meta):
     """The ids. ValueError if the model has no such token"""
     if max(ids, default=0) >= meta.vocab_size:
-        raise ValueError(f'its tokenizer makes token {max(ids)} of this text, beyond the vocabulary of '
-                         f'{meta.vocab_size}')
+        raise ValueError(f'this text has token {max(ids)}, beyond the vocabulary of {meta.vocab_size}')
     return ids
 
 

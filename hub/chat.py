@@ -19,8 +19,9 @@ from hub.texts import TEMPLATE, named
 def tamed(text, data):
     """The text, in which each word that would be read as a special token has another first letter."""
     for word in data.special:
-        while word in text:                             # %% is in %%% twice
-            text = text.replace(word, f'\ufffd{word[1:]}')
+        other = f'\ufffd{word[1:]}'
+        while word in text and word != other:           # %% is in %%% twice
+            text = text.replace(word, other)
     return text
 
 

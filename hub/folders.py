@@ -5,8 +5,9 @@
     folder.tensors(model.state_dict())                  # -> tensors in our names and these shapes
     to_folder('out/export', tensors, config, data)      # and back
 
-This file builds no nn.Module: model.py does that, from a config, a dict of the fields of model.Config. What a
-folder has and we do not use is said in a line that begins with note:, or refused.
+This file builds no nn.Module: model.py does that, from a config, a dict of the fields of model.Config.
+Tensors that we do not use are counted in a line that begins with note:, entries that we cannot follow are
+refused.
 """
 import contextlib
 import os
@@ -32,8 +33,8 @@ OF_WEIGHTS = ('dtype', 'torch_dtype', 'rope_parameters', 'rope_scaling', 'id2lab
 # ---- folders in the hub's layout ---------------------------------------------------------------------------
 
 class Folder:
-    """A folder with config.json and *.safetensors. ValueError for files that are missing, broken or do not
-    fit together. source: its name in messages.
+    """A folder with config.json and model.safetensors, or what its index names. ValueError for files that
+    are missing, broken or do not fit together. source: its name in messages.
 
     config: a dict of fields of Config. data: the description of the tokens, as in our checkpoints.
     """

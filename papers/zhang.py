@@ -110,7 +110,7 @@ def on_other_rows(args, suite):
 def classifiers(args, suite):
     """Like `runs`, in --dtype. --init: fine-tune this pretrained model instead, at a rate for such models.
     CoLA alone is judged by Matthews' correlation, as in GLUE."""
-    if args.data.partition(':')[0] == 'cola':
+    if args.data == 'cola':
         suite.figure = 'matthews'
         suite.beside = 'accuracy', 'recovered', 'majority'
     in_type = f'--dtype={str(args.dtype).removeprefix("torch.")}'
