@@ -479,6 +479,7 @@ def mistakes_together(name, phi, norm, n):
     """For `refuse`: a rule, map (a module), normaliser and number of writes that do not go together."""
     rule = RULES[name]
     mean = norm == 'attn'
+    yield not rule.matrix, f'--rule={name} keeps keys and values, no matrix: that is model.Cache'
     yield n > 1 and (mean or phi.max_len), (
         f'--writes={n}: leave out --norm=attn and --phi=cosformer, which count one key a token')
     yield phi.moves and (not mean or rule.erase), (

@@ -4479,6 +4479,15 @@ def test_associations_are_read_from_the_recurrence(rule, phi, norm):
     o, _ = recurrent(q, **later, normalise=norm == 'attn', floor=layer.phi.floor)
     near(model(keys, values), o[:, 0, 7:], 1e-9)
 
+def test_associations_of_softmax_are_attention():
+    """No matrix can stand for it."""
+    model, keys = schlag.Associative(5, 'softmax', '', '', d=8), torch.randint(5, (2, 7))
+    values = F.one_hot(torch.randint(5, (2, 7)), 5).float()
+    q, k = model.q(model.embed[keys]), model.k(torch.cat([model.embed[keys], values], -1))
+    near(model(keys, values.argmax(-1)), (q @ k.mT / 8 ** .5).softmax(-1) @ values, 1e-6)
+    with pytest.raises(ValueError, match='--rule=tova keeps keys and values'):
+        FastWeights('tova', 8, 2, 4)
+
 def test_bench_tracking_looks_beyond_the_rows_of_training():
     """At a model that knows parity up to 100 elements."""
     def knows(x):

@@ -21,7 +21,8 @@ from torch import nn
 import convert
 import fastweight
 from common.watch import through
-from model import FastWeights, pick_forms
+from fastweight import RULES
+from model import Cache, FastWeights, pick_forms
 from papers.harness import (DELTA, Panel, Suite, Way, bits, column, from_nothing, model_and_rows, once,
                             only, over, over_seeds, runs)
 
@@ -44,7 +45,10 @@ class Associative(nn.Module):
         bound = d ** -0.5
         for w in self.k.weight, self.q.weight:
             nn.init.uniform_(w, -bound, bound)
-        self.memory = FastWeights(rule, e + S, 1, d, phi, norm)
+        if RULES[rule].matrix:
+            self.memory = FastWeights(rule, e + S, 1, d, phi, norm)
+        else:
+            self.memory = Cache(rule, e + S, 1, d)
         self.memory.forms = pick_forms()
 
     def forward(self, keys, values):
