@@ -1641,7 +1641,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--writes=2 --phi=elu --norm=attn': 'one key'},
     sample: {
         '--rule=tova --cache=0': 'at least 1', '--system=x': 'means nothing',
-        '--temp=1': r'mean --temperature\?',
+        '--model=x': r'mean --init\?', '--temp=1': r'mean --temperature\?',
         '--rule=sink --cache=4': '--sinks=4', '--rule=window --overflow=sum:elu': 'hedgehog',
         '--positions=compress': 'bounded cache',
         '--beam=2': '--beam means nothing', '--source=a': 'knows no pairs',
@@ -2270,6 +2270,8 @@ COLA_ZIP, WIKI_ZIP = 'cola_public_1.1.zip', 'wikitext-2-raw-v1.zip'
     ('my.txt', 'my.txt', b'abc\xff', 'my.txt: not UTF-8 at byte 3; unpack it'),
     ('my.txt', 'my.txt', b'', 'too short to be split'),
     ('mine.tsv', 'mine.tsv', b'0\tno\n1 no\n', 'line 2: .* is not a label .number the classes from 0., a tab'),
+    ('mine.tsv', 'mine.tsv', b'0\tno\n3\tno\n' * 9, 'no line to train on has label 1'),
+    ('mine.tsv', 'mine.tsv', b'0\tno\n' * 40, 'all lines have label 0: nothing is told apart'),
     ('a.en:a.de.gz', 'a.en', b'one\n' * 51, 'a.en has 51 .*a.de.gz 52')],
     ids=lambda value: value if isinstance(value, str) else '')
 def test_a_damaged_file_is_refused_in_a_line_and_what_was_there_stays(name, file, content, words, published,

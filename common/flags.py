@@ -122,10 +122,18 @@ def typed(cls, raw, where):
 
 
 # ---- a command line ----------------------------------------------------------------------------------------
+ELSEWHERE = {           # flags of other tools, or of our other scripts: ours
+    '--model': '--init --from', '--init': '--from', '--from': '--init', '--text': '--prompt',
+    '--epochs': '--steps', '--learning_rate': '--lr', '--max_new_tokens': '--tokens',
+    '--row': '--block_size', '--block_size': '--row'}
+
+
 def hint(word, words):
-    """'; did you mean this?' with what the word begins, or the most similar word; or nothing."""
+    """'; did you mean this?' with what the word begins, another tool's name for it, or the most similar word;
+    or nothing."""
     begun = [name for name in words if word and name.startswith(word)]
-    for near in begun + difflib.get_close_matches(word, words, 1):
+    elsewhere = [name for name in ELSEWHERE.get(word, '').split() if name in words]
+    for near in [*begun, *elsewhere, *difflib.get_close_matches(word, words, 1)]:
         return f'; did you mean {near}?'
     return ''
 

