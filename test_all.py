@@ -1664,7 +1664,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--recipe=hybrid --cache=16': 'never leave',
         '--rule=tova --cache=8 --overflow=sum:slots': 'train with --rule=sink',
         '--keep=2': 'fewer than the 2 softmax', '--row=17': 'rows of 16',
-        '--from=FOLDER': 'give the file ckpt', '--from=a/b/c': 'no such folder',
+        '--from=FOLDER': 'give the file ckpt', '--from=a/b/c': 'no such file or folder',
         '--from=TRANSLATOR --swap=decoder': 'choose from self', '--export=': '--export=: give a folder',
         '--export=x --steps=3': 'means nothing', '--export=FOLDER': 'holds the model of --from',
         '--eval_rows=1': 'at least 2'},
@@ -2711,7 +2711,7 @@ def test_a_run_that_is_asked_to_stop_saves_its_step_and_tells_each_once(number, 
         for name, steps in ('last', 1), ('cut', 5):             # in the last step, too: a conversion has more stages
             with pytest.raises(AssertionError):
                 trained(text, tmp_path / name, *flags, steps=steps)
-    assert 'stopped after step 1, which is saved: --resume goes on' in capsys.readouterr().err
+    assert 'stopped after step 1, which is saved: --resume with this --out goes on' in capsys.readouterr().err
     with open(tmp_path / 'cut' / 'log.jsonl', 'a') as f:
         f.write('{"step": 2, "loss": 7.0}\n{"step": 1, "lo')
     assert train.main(['--resume', f'--out={tmp_path / "cut"}']) == 0
@@ -2832,6 +2832,14 @@ def test_a_package_that_is_missing_is_named_before_any_work(text, tmp_path, caps
     for main, argv in (train.main, [f'--data={text}', f'--out={tmp_path}/no']), (prepare.main, [text]):
         assert 'pip install tokenizers' in refused(capsys, main, *argv, '--tokenizer=bpe:302')
     assert not os.listdir(tmp_path)
+
+def test_a_run_says_what_it_replaces_and_that_an_earlier_step_was_better(text, tmp_path, capsys, monkeypatch):
+    loss = itertools.count(1)
+    monkeypatch.setattr(train.Rows, 'evaluate', lambda *_, **__: (next(loss), {'accuracy': 0}))
+    for said in 'saved every 2 steps', f'the run in {tmp_path} is replaced':
+        trained(text, tmp_path, steps=4, eval_every=2)
+        out = capsys.readouterr().out
+        assert said in out and 'best.safetensors, an earlier step' in out
 
 def test_carry_hands_the_state_on(text, tmp_path):
     """Four steps in which nothing is learned have the losses of one row of four times the length."""
@@ -3750,7 +3758,7 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('llama', 'tokenizer.json', b'{}', 'no description of a tokenizer'),
     ('llama', 'tokenizer_config.json', b'{"chat_template": ["x"]}', 'not as the hub has it (AttributeError'),
     ('vit', 'preprocessor_config.json', b'{"image_mean": [0.485]}', 'image_mean is [0.485]'),
-    ('gpt2', 'model.safetensors', None, 'model.safetensors: not a whole')]
+    ('gpt2', 'model.safetensors', None, 'No such file')]
 
 @pytest.mark.parametrize('kind, what, value, why', DAMAGED, ids=[f'{row[0]} {row[3]}' for row in DAMAGED])
 def test_models_of_the_hub_that_are_damaged_or_others_are_refused(kind, what, value, why, tmp_path, capsys):

@@ -458,6 +458,8 @@ def pretrained(args, given, given_model):
 def resumed(out, given, given_model):
     """`settings` for --resume: the flags are those of the run, but for a few that may change."""
     path = f'{out}/ckpt.safetensors'
+    if not os.path.exists(path):
+        raise ValueError(f'--resume: {path}: no such file; give the --out of the run')
     model, meta = load(path)
     if not {'best', 'args'} <= meta.keys():
         raise ValueError(f'{path}: holds no training run, only a model')
@@ -644,6 +646,8 @@ def opening(model, data, args, run, log):
         text += (f'\n{plural(args.batch_size * args.accum, "row")} of {data.T} a step, about '
                  f'{bytes_of(model, data) / 1e9:.2g} GB besides torch; lr {args.lr:.2g}; saved every '
                  f'{plural(args.eval_every, "step")}; recurrence: {model.why}')
+        if not args.resume and os.path.exists(f'{args.out}/ckpt.safetensors'):
+            text += f'\nthe run in {args.out} is replaced'
     tell(log, text, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size)
 
@@ -752,7 +756,8 @@ def training(model, opt, losses, first, steps, lr, clip, seed, rank=0, world=1):
             stops = bool(stop and stop.asked)
             yield step + 1, total, norm, time.perf_counter() - began, stops
             if stops or (stop and stop.asked and step + 1 == steps):        # the last is saved in any case
-                raise KeyboardInterrupt(f'after step {step + 1}, which is saved: --resume goes on')
+                raise KeyboardInterrupt(f'after step {step + 1}, which is saved: --resume with this --out '
+                                        'goes on')
 
 
 @script
@@ -817,6 +822,8 @@ def main(argv):
             keep_run(args, data, model, opt, states, run)
     say(f'\n{plural(args.steps - first, "step")} in {seconds / 60:.1f} minutes')
     report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
+    if best < judged:
+        say(f'{args.out}/best.safetensors, an earlier step, has a lower validation loss')
 
 
 if __name__ == '__main__':

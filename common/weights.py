@@ -57,7 +57,7 @@ def mapped_tensors(path):
         with safe_open(path, 'pt') as f:
             in_file = f.keys()
             return {key: f.get_tensor(key) for key in in_file}, f.metadata() or {}
-    except (SafetensorError, OSError, RuntimeError) as e:
+    except (SafetensorError, RuntimeError) as e:
         raise ValueError(f'{path}: not a whole safetensors file ({e})') from None
 
 
@@ -72,7 +72,8 @@ def opened(path):
     truncated"""
     if not os.path.exists(path):
         raise ValueError(f'{path}: no such file; python train.py --rule=delta makes out/ckpt.safetensors, '
-                         '--rule=softmax --n_head=4 --out=out/softmax a teacher for convert.py')
+                         '--rule=softmax --n_head=4 --out=out/softmax a teacher for convert.py; of the hub, '
+                         'give a folder or OWNER/NAME')
     tensors, header = mapped_tensors(path)
     if not {'meta', 'digest'} <= header.keys():
         raise ValueError(f'{path}: not written by this project; of the hub\'s models give the folder')

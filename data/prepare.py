@@ -312,6 +312,9 @@ def pictures(entry, paths, meta, wish):
 def labelled(entry, paths, meta, wish):
     """Texts and their classes. They are shuffled, always in the same way, because files may be sorted by
     class."""
+    if wish.vocab_size and wish.pad is None:
+        raise ValueError('labelled lines are for an encoder, such as bert-base-uncased; this model writes '
+                         'texts')
     texts, classes = zip(*entry.make(*paths))
     learn_with_pad(texts, meta, wish)
     meta.classes = tasks.classes(classes)

@@ -83,6 +83,8 @@ def encode(text, meta, special=False):
     if kind in FIXED:
         text = text.split()
     if kind == 'ids':
+        if not all(map(str.isdecimal, text)):
+            raise ValueError('its tokens are only numbers, as in --prompt="7 8"')
         return in_vocabulary(list(map(int, text)), meta)
     ids = ids_of(tuple(meta.chars))
     unknown = sorted({unit for unit in text if unit not in ids})

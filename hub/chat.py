@@ -12,14 +12,23 @@ import functools
 import json
 import os
 
+from common.errors import note
 from data import vocabulary
 from hub.texts import TEMPLATE, named
+
+
+@functools.cache
+def tell(word, other):
+    """Say it once."""
+    note(f'{word} in what is said is read as {other}: special tokens are for the template')
 
 
 def tamed(text, data):
     """The text, in which each word that would be read as a special token has another first letter."""
     for word in data.special:
         other = f'\ufffd{word[1:]}'
+        if word in text:
+            tell(word, other)
         while word in text and word != other:           # %% is in %%% twice
             text = text.replace(word, other)
     return text

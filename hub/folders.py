@@ -266,13 +266,14 @@ def folder_of(source):
         if not os.path.exists(os.path.join(source, CONFIG)):
             raise ValueError(f'{source}: no {CONFIG} in it; of a run of ours give the file ckpt.safetensors')
         return source
+    if not re.fullmatch(r'\w[\w.-]*(/[\w.-]+)?', source):
+        raise ValueError(f'{source}: no such file or folder, nor a name on the hub, as OWNER/NAME')
+    import huggingface_hub                                  # it comes with tokenizers
     wanted = [CONFIG, '*.safetensors', INDEX, PIXELS, *TEXT_FILES]
     try:
-        import huggingface_hub                              # it comes with tokenizers
         return huggingface_hub.snapshot_download(SHORT_NAMES.get(source, source), allow_patterns=wanted)
-    except (ImportError, OSError, ValueError) as e:
-        raise ValueError(f'{source}: no such folder; the hub (it takes pip install tokenizers): '
-                         f'{" ".join(str(e).split())[:200]}') from None
+    except (OSError, ValueError) as e:
+        raise ValueError(f'{source}: no such folder; the hub: {" ".join(str(e).split())[:200]}') from None
 
 
 def shards(raw):
