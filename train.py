@@ -820,7 +820,7 @@ def main(argv):
             if evaluates and improved:
                 save(f'{args.out}/best.safetensors', model, run)
             keep_run(args, data, model, opt, states, run)
-    say(f'\n{plural(args.steps - first, "step")} in {seconds / 60:.1f} minutes')
+    say(f'\n{plural(args.steps - first, "step")} in {seconds / 60:.1f} minutes; now all validation data')
     report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
     if best < judged:
         say(f'{args.out}/best.safetensors, an earlier step, has a lower validation loss')
