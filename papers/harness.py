@@ -7,6 +7,7 @@ import csv
 import glob
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -212,6 +213,11 @@ def draw_lines(axes, panel, rows, forms):
         if panel.x == 'S':
             axes.plot(x, column(points, 'paper'), line.get_marker(), color=line.get_color(), fillstyle='none')
     axes.legend(loc='center left', bbox_to_anchor=(1, 0.5), fontsize=9, frameon=False)
+    ticks = sorted(set(column(rows, panel.x)))
+    if panel.x in LOGARITHMIC and len(ticks) <= 8:
+        shown = [x for x, after in itertools.pairwise([*ticks, math.inf]) if after > 1.2 * x]
+        axes.set_xticks(shown, [f'{t:,}' for t in shown])                   # closer labels overlap
+        axes.set_xticks([], minor=True)
 
 
 def draw_ranges(axes, rows):
