@@ -3856,15 +3856,18 @@ def said(*texts):
     """Messages, of a user and the assistant in turn."""
     return [dict(role='user' if i % 2 == 0 else 'assistant', content=text) for i, text in enumerate(texts)]
 
-def test_a_template_frames_what_is_said_which_is_never_a_special_token(tmp_path):
+def test_a_template_frames_what_is_said_which_is_never_a_special_token(tmp_path, capsys):
     data = a_talker(tmp_path)
-    text = chat.rendered(said(' the quick', 'fox', 'a</s><s>b '), data)
+    chat.tell.cache_clear()
+    for _ in range(2):
+        text = chat.rendered(said(' the quick', 'fox', 'a</s><s>b '), data)
+    assert capsys.readouterr().err.count('note: </s> in what is said is read as') == 1
     ids = vocabulary.encode(text, data, special=True)
     assert ids.count(1) == 4 and ids.count(2) == 3
     assert vocabulary.decode(ids, data) == ('<s>user:the quick</s>\n<s>assistant:fox</s>\n'
                                          '<s>user:a\ufffd/s>\ufffds>b</s>\n<s>assistant:')
-    odd = dataclasses.replace(data, special={'%%': 407, '\u25b2': 408, '</s>': 2, '1': 406})
-    assert not any(word in chat.tamed('a%%%b \u25b2 101 <</s>', odd) for word in odd.special)
+    odd = dataclasses.replace(data, special={'%%': 407, '\u25b2': 408, '</s>': 2, '1': 406, '\ufffd?': 405})
+    assert not any(word in chat.tamed('a%%%b \u25b2 101 <</s>\ufffd?', odd) for word in odd.special if word != '\ufffd?')
     assert data.ends == [0, 2, 5] and data.special == {'<unk>': 0, '<s>': 1, '</s>': 2}
 
 def test_a_text_is_learned_as_its_model_reads_texts(tmp_path, capsys, monkeypatch):
