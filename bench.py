@@ -25,10 +25,10 @@ from common.errors import script
 from common.flags import flag, hint, parse
 from common.machine import pick_device, pick_dtype
 from common.weights import state_bytes
-from fastweight import RULES, l2
-from model import GPT, Cache, Config, FastWeights, chosen_texts, pick_forms, sample
+from fastweight import l2
+from model import GPT, Config, chosen_texts, sample
 from papers import beyond, kasai, mao, oren, schlag, zhang
-from papers.harness import ALWAYS, Panel, Suite, chosen, over, report_suite
+from papers.harness import ALWAYS, Panel, Suite, chosen, memory_of, over, report_suite
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # silences torch.profiler; we ask it for memory
 MB = 10 ** 6
@@ -107,12 +107,7 @@ def a_layer(rule, phi, args, T):
     """-> a function that runs one layer forward, from q, k, v, with its feature map."""
     given = random_inputs(rule, args, T)
     x = torch.randn(args.batch, T, 16, device=args.device, dtype=args.dtype)
-    if RULES[rule].matrix:
-        memory = FastWeights(rule, 16, args.heads, args.head_dim, phi)
-    else:
-        memory = Cache(rule, 16, args.heads, args.head_dim)
-    memory = memory.to(args.device, args.dtype).eval()
-    memory.forms = pick_forms()
+    memory = memory_of(rule, 16, args.heads, args.head_dim, phi).to(args.device, args.dtype).eval()
 
     @torch.inference_mode()
     def forward():

@@ -31,9 +31,9 @@ log.jsonl, result.json (the student's figures) and convert.json into --out. conv
 much attention differs by layer (`order kept`: how often weights rank two keys as q.k does), and the attention
 weights of one query. Columns: `low`, `high`, a 95 % interval over rows; `to 512`, what is recovered among the
 tokens up to there in a row; `KL`, from the teacher's distribution to the model's, in nats; `of the tuned`,
-against the better of the two teachers trained on. The table also has caches without a matrix, one
-of as many tokens and some of as many bytes, and the models of --beside. A student with a limited cache is
-also run under the policies that it was not trained with, and every student in one text as long as four rows.
+against the better of the two teachers trained on. The table also has caches without a matrix, one of as many
+tokens and some of as many bytes, and the models of --beside. A student with a limited cache is also run under
+the policies that it was not trained with, and every student in one text as long as four rows.
 """
 import copy
 import dataclasses

@@ -126,6 +126,11 @@ def useless(task, given, args, config):
         '--positions if you gave it')
 
 
+def made_with(args, model):
+    """The flags that a state belongs to."""
+    return {**dataclasses.asdict(model.config), 'dtype': args.dtype}
+
+
 def read_state(args, model, meta):
     """A file of --save_state -> the last tokens of its texts (B, 1) and the state before them. ValueError if
     another model made it (by its digest), or this one with other flags."""
@@ -133,8 +138,7 @@ def read_state(args, model, meta):
     tensors, about = read_tensors(path)
     if about.get('model') != weights_digest(model, meta):
         raise ValueError(f'--load_state={path}: not a state of the model in {args.init} with this --dtype')
-    made_with = {**dataclasses.asdict(model.config), 'dtype': args.dtype}
-    for key, here in made_with.items():
+    for key, here in made_with(args, model).items():
         value = about['made_with'].get(key)
         if here != value:
             raise ValueError(f'--load_state={path}: made with {key}={value}; give that instead of {here}')
@@ -145,8 +149,7 @@ def read_state(args, model, meta):
 def keep_state(args, model, meta, last, state):
     """Write what `read_state` reads."""
     tensors = {name: x.clone() for name, x in pack(state).items()}          # layers may share some of them
-    made_with = {**dataclasses.asdict(model.config), 'dtype': args.dtype}
-    about = {'model': weights_digest(model, meta), 'made_with': made_with}
+    about = {'model': weights_digest(model, meta), 'made_with': made_with(args, model)}
     write_tensors(args.save_state, {**tensors, 'last': last}, about)
 
 

@@ -448,7 +448,7 @@ def pretrained(args, given, given_model):
     args.row = row or model.config.block_size
     if is_large(model):                                     # one row for each process
         args.batch_size = given.get('batch_size', int(os.environ.get('WORLD_SIZE', 1)))
-    if data.files is not None:                              # a model of the hub
+    if data.from_hub:
         args.row = row or min(args.row, PRETRAINED_ROW)
         args.lr = given.get('lr', PRETRAINED_LR / model.config.n_embd)
         args.val_tokens = given.get('val_tokens', PART)
@@ -704,7 +704,7 @@ def continued(model, data, args, tokens):
     """A text that the model writes, of up to so many tokens, after a beginning by which one can judge it"""
     meta = data.meta
     beginning = vocabulary.encode(PROMPTS.get(args.data, ''), meta)
-    if meta.files is not None:                              # of the hub: an empty text would tell nothing
+    if meta.from_hub:                                       # an empty text would tell nothing
         beginning = data.val[:16].tolist()
     prompt = torch.tensor([vocabulary.with_bos(beginning, meta)], device=data.device)
     draw = torch.Generator(data.device).manual_seed(0)

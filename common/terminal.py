@@ -29,4 +29,4 @@ def table(lines):
             rows.insert(0, head)
         for texts in rows:
             cells = [f'{text:>{max(10, len(name))}}' for text, name in zip(texts, head)]
-            print(f'{texts[0]:30} ', '  '.join(cells[1:]), flush=True)
+            print(f'{texts[0]:36} ', '  '.join(cells[1:]), flush=True)

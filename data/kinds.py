@@ -72,6 +72,11 @@ class Data:
         return self.pad is not None and not (self.classes or self.source)
 
     @property
+    def from_hub(self):
+        """Whether it came with a model of the hub."""
+        return self.files is not None
+
+    @property
     def step(self):
         """How many numbers of a .bin file a row takes: inputs, then targets. A text has no rows: 1"""
         if self.row:

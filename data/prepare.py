@@ -121,8 +121,8 @@ OWN_FILES = {       # a folder's name begins with this name, so they never colli
 
 
 def find_set(name):
-    """The entry of a data set in DATASETS; None if there is no such set. Other row lengths and
-    picture patches make sets of their own: listops-2048, mnist-patch7."""
+    """The entry of a data set in DATASETS; None if there is no such set. Other row lengths and picture
+    patches make sets of their own: listops-2048, mnist-patch7."""
     if name in DATASETS:
         return DATASETS[name]
     match = re.fullmatch(r'(.+)-(patch)?([1-9]\d{0,4})', name)

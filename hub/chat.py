@@ -27,9 +27,8 @@ def tamed(text, data):
     """The text, in which each word that would be read as a special token has another first letter."""
     for word in data.special:
         other = f'\ufffd{word[1:]}'
-        if word in text:
-            tell(word, other)
         while word in text and word != other:           # %% is in %%% twice
+            tell(word, other)
             text = text.replace(word, other)
     return text
 

@@ -29,11 +29,22 @@ from common.terminal import table
 from common.weights import weights_digest
 from data import prepare
 from data.kinds import Data
-from model import load
+from fastweight import RULES
+from model import Cache, FastWeights, load, pick_forms
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 IN_PERCENT = 'accuracy', 'before', 'recovered', 'matthews', 'majority'
 DELTA = '--rule=delta --beta_max=1'             # as in the papers; train.py's default is 2
+
+
+def memory_of(rule, n_embd, n_head, head_dim, phi='', norm=''):
+    """What a layer of this rule keeps: a matrix, or keys and values. It computes with the fastest forms."""
+    if RULES[rule].matrix:
+        memory = FastWeights(rule, n_embd, n_head, head_dim, phi, norm)
+    else:
+        memory = Cache(rule, n_embd, n_head, head_dim)
+    memory.forms = pick_forms()
+    return memory
 
 
 # ---- the parts of a suite ----------------------------------------------------------------------------------

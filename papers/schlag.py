@@ -21,10 +21,9 @@ from torch import nn
 import convert
 import fastweight
 from common.watch import through
-from fastweight import RULES
-from model import Cache, FastWeights, pick_forms
-from papers.harness import (DELTA, Panel, Suite, Way, bits, column, from_nothing, model_and_rows, once,
-                            only, over, over_seeds, runs)
+from model import FastWeights
+from papers.harness import (DELTA, Panel, Suite, Way, bits, column, from_nothing, memory_of, model_and_rows,
+                            once, only, over, over_seeds, runs)
 
 
 # ---- suites capacity, update: how much a matrix of fast weights holds. Section 6.1 -------------------------
@@ -45,11 +44,7 @@ class Associative(nn.Module):
         bound = d ** -0.5
         for w in self.k.weight, self.q.weight:
             nn.init.uniform_(w, -bound, bound)
-        if RULES[rule].matrix:
-            self.memory = FastWeights(rule, e + S, 1, d, phi, norm)
-        else:
-            self.memory = Cache(rule, e + S, 1, d)
-        self.memory.forms = pick_forms()
+        self.memory = memory_of(rule, e + S, 1, d, phi, norm)
 
     def forward(self, keys, values):
         """Write all keys, values (B, L), then read with all keys -> answers (B, L, S)"""
