@@ -3,7 +3,6 @@
     o, S = chunked(q, k, v, write, erase, log_f, log_z, S, normalise, floor)     fastweight.chunked, recurrent
     o, log_mass, went, cached = bounded(q, k, v, cached, t, policy, cache, ...)  fastweight.bounded
     longer_x = longer(x, new)                                                    fastweight.longer
-    y = shifted_sum(x, w)                                                        model.shifted_sum
 
 Without this file everything but bench.py and the tests still works, more slowly. model.pick_forms imports it.
 """
@@ -1033,33 +1032,3 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     elif q.is_cuda and not double and trusted(on_gpu, given, normalise):
         fastest = on_gpu
     return fastest(**given, normalise=normalise, floor=floor)
-
-
-# ---- the convolution of a block, with a hand-written backward ----------------------------------------------
-class ShiftedSum(torch.autograd.Function):
-    """Each weight multiplies the whole input, shifted: y[s:] += w_{n-s} x[:-s]. The backward shifts the other
-    way. It is written by hand because autograd's takes two to three times as long: it makes a tensor of the
-    input's size for each slice."""
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        y = x * w[-1]
-        for s in range(1, min(len(w), x.shape[1])):
-            y[:, s:].addcmul_(x[:, :-s], w[-1 - s])
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensors
-        dx = dy * w[-1]
-        dw = torch.zeros_like(w)
-        dw[-1] = (dy * x).sum((0, 1))
-        for s in range(1, min(len(w), x.shape[1])):
-            dx[:, :-s].addcmul_(dy[:, s:], w[-1 - s])
-            dw[-1 - s] = (dy[:, s:] * x[:, :-s]).sum((0, 1))
-        return dx, dw
-
-
-def shifted_sum(x, w):
-    """As model.shifted_sum: y_t = sum_s w_{n-s} x_{t-s}. x (B, T, D), w (n + 1, D)  ->  y (B, T, D)"""
-    return ShiftedSum.apply(x, w)

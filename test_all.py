@@ -4585,7 +4585,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 # ---- 14. The repository itself -----------------------------------------------------------------------------
 
 ROOMS = [               # a file imports only from rows above its own; papers do not import each other
-    'fastweight', 'kernels', 'common.errors common.files common.flags common.machine common.terminal data.kinds', 'common.weights data.vocabulary data.tasks',
+    'fastweight', 'fast.convolution', 'kernels', 'common.errors common.files common.flags common.machine common.terminal data.kinds', 'common.weights data.vocabulary data.tasks',
     'hub.families hub.texts', 'hub.chat hub.folders', 'data.prepare', 'model', 'common.watch', 'train', 'convert', 'papers.harness',
     'papers.schlag papers.kasai papers.mao papers.oren papers.zhang papers.beyond', 'bench sample', 'test_all']
 LAYER = {name: row for row, names in enumerate(ROOMS) for name in names.split()}
@@ -4606,19 +4606,18 @@ def imported(node):
     return []
 
 def test_imports_only_point_down():
-    """Only one function of model.py imports kernels, apart from those that measure them."""
-    kernel_users = []
+    """Only one function of model.py imports the fast forms, apart from what measures them."""
+    users = []
     for name, row in LAYER.items():
         for other in [dotted for node in ast.walk(sources()[name]) for dotted in imported(node)]:
-            if other.partition('.')[0] == 'kernels':
-                kernel_users.append(name)
+            if other.partition('.')[0] in ('fast', 'kernels'):
+                users.append(name)
             for below in LAYER.keys() & {other, other.rpartition('.')[0]}:
                 assert LAYER[below] < row, f'{name} imports {below}'
-    assert sources().keys() - LAYER.keys() <= {'common.__init__', 'data.__init__', 'hub.__init__', 'papers.__init__'}
-    assert set(kernel_users) - {'test_all', 'bench'} == {'model'}
-    assert kernel_users.count('model') == 1
+    assert sources().keys() - LAYER.keys() <= {f'{room}.__init__' for room in ('common', 'data', 'fast', 'hub', 'papers')}
+    assert set(users) - {'test_all', 'bench', 'kernels'} == {'model'}
     pick_forms = ast.parse(inspect.getsource(model_py.pick_forms))
-    assert 'kernels' in [dotted for node in ast.walk(pick_forms) for dotted in imported(node)]
+    assert users.count('model') == sum(len(imported(node)) for node in ast.walk(pick_forms))
 
 def test_nothing_is_unpickled_or_evaluated():
     for name, tree in sources().items():
@@ -4626,9 +4625,15 @@ def test_nothing_is_unpickled_or_evaluated():
             used = [ast.unparse(node.func)] if isinstance(node, ast.Call) else imported(node)
             assert not BANNED & {*used, *(u.split('.')[0] for u in used)}, f'{name}: {used}'
 
-def test_without_kernels_all_but_speed_works(text, tmp_path, monkeypatch, capsys):
-    """Train, sample and convert where there is no kernels.py to be imported."""
-    monkeypatch.setitem(sys.modules, 'kernels', None)
+def test_without_the_fast_forms_all_but_speed_works(text, tmp_path, monkeypatch, capsys):
+    """Train, sample and convert where there is neither kernels.py nor fast/ to be imported. One of them alone is not
+    used."""
+    for absent in 'kernels', 'fast':
+        with monkeypatch.context() as only:
+            only.setitem(sys.modules, absent, None)
+            assert pick_forms() is model_py.PLAIN
+    for absent in 'kernels', 'fast':
+        monkeypatch.setitem(sys.modules, absent, None)
     delta, softmax = [trained(text, tmp_path / rule, f'--rule={rule}', '--pos=learned', steps=1)
                       for rule in ('gated_delta', 'softmax')]
     assert 'recurrence: chunk' in capsys.readouterr().out
