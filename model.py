@@ -315,19 +315,20 @@ PLAIN = Forms()         # for a module on its own; GPT.use sets others
 
 
 def pick_forms(impl='auto'):
-    """'loop', 'chunk', 'fused' or 'auto' -> Forms: plain ones or, if they are there, those of kernels.py, which
-    then picks Triton or not, and of the room fast/. Without kernels.py or without fast/ all are plain: you
-    may delete either, or both. Besides bench.py and the tests only this function imports them."""
+    """'loop', 'chunk', 'fused' or 'auto' -> Forms: plain ones or, if they are there, those of kernels.py,
+    which then picks Triton or not, and of the room fast/. Without kernels.py or without fast/ all are plain:
+    you may delete either, or both. Besides bench.py and the tests only this function imports them."""
     if impl == 'loop':
         return Forms(fastweight.recurrent, why='loop (fastweight.recurrent, the definition, slow)')
     if impl == 'chunk':
         return PLAIN
     try:
+        import fast.caches
         import fast.convolution
         import kernels
     except ModuleNotFoundError:
         return PLAIN
-    return Forms(kernels.chunked, kernels.bounded, kernels.longer, fast.convolution.shifted_sum,
+    return Forms(kernels.chunked, fast.caches.bounded, fast.caches.longer, fast.convolution.shifted_sum,
                  'fused (kernels.py: batched products, on a GPU Triton)')
 
 

@@ -253,7 +253,7 @@ def given_to_memories(model, tokens):
 
 def given_to_cache(memory, seen):
     """q, k and `gone` of a cache. If it shortens positions, its window has the true ones, and the `first`
-    tokens are asked by `q_first`, from nearer (kernels.turned_scores)."""
+    tokens are asked by `q_first`, from nearer (fast.caches.turned_scores)."""
     given = {'q': seen.q, 'k': seen.k, 'gone': memory.evicted_at(seen.q, seen.k, seen.v)}
     if memory.turn is not None:
         own = torch.arange(seen.q.shape[2], device=seen.q.device)

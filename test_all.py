@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():   # before kernels is imported: its GPU kernels then run in plain numpy
     os.environ.setdefault('TRITON_INTERPRET', '1')
+import fast.caches
 import fastweight
 import kernels
 from fastweight import LOG_MIN, POLICIES, chunked, feature_map, l2, recurrent
@@ -397,7 +398,7 @@ def cached_in_parts(bounded, cuts, q, k, v, *how):
     o, cached = in_parts(step, cuts, q.shape[2])
     return o, torch.cat(gone, 2), cached
 
-@pytest.mark.parametrize('bounded', [fastweight.bounded, kernels.bounded], ids=['definition', 'fast'])
+@pytest.mark.parametrize('bounded', [fastweight.bounded, fast.caches.bounded], ids=['definition', 'fast'])
 @pytest.mark.parametrize('policy', POLICIES)
 def test_policies_agree_with_the_book_token_for_token(policy, bounded):
     """Cut anywhere, also where ties must be broken: a query of zeros looks at all tokens alike. Each is
@@ -422,18 +423,18 @@ def test_a_cache_grows_as_by_cat_and_texts_that_share_a_beginning_do_not_meet():
         found, exact = kept[-1]
         for new in torch.randn(3, 2, 3, T, 4):              # three texts go on from here
             with mode():
-                kept.append((kernels.longer(found, new), fastweight.longer(exact, new)))
+                kept.append((fast.caches.longer(found, new), fastweight.longer(exact, new)))
     assert all(torch.equal(found, exact) for found, exact in kept)
     with torch.no_grad():
-        many = kernels.longer(found, new)
-        assert kernels.longer(many, new).data_ptr() == many.data_ptr()       # not copied
+        many = fast.caches.longer(found, new)
+        assert fast.caches.longer(many, new).data_ptr() == many.data_ptr()       # not copied
         for x in many, many.clone():                            # neither is repeated for two texts
             with pytest.raises(RuntimeError, match='match except in dimension 2'):
-                kernels.longer(x, new[:1])
+                fast.caches.longer(x, new[:1])
     new.requires_grad_()
-    one = kernels.longer(many, new)
+    one = fast.caches.longer(many, new)
     loss = one.square().sum()
-    (loss + kernels.longer(one, new).square().sum()).backward()      # what was kept for this is as it was
+    (loss + fast.caches.longer(one, new).square().sum()).backward()      # what was kept for this is as it was
     near(new.grad, 6 * new.detach())
 
 def test_compressed_positions_shrink_long_gaps():
@@ -774,18 +775,18 @@ def test_fast_caches_equal_the_definition_in_all_they_return(policy):
     for cache, spill, turn, t in [
             (5, False, None, 0), (5, True, None, 0), (4, False, turned, 0), (4, True, turned, 0), (20, False, None, 0),
             (5, False, None, 1), (5, True, None, 9), (3, False, turned, 9)]:
-        cached = fast = None
+        cached = cached2 = None
         tol = 1e-6 if turn else 1e-10               # angles are fp32: those of other positions are rounded otherwise
         for start, end in (0, 1), (1, 9), (9, 10), (10, 17):
             qkv = [x[:, :, start:end] for x in (q, k, v)]
             how = t + start, policy, cache, 2, spill, turn
             o, mass, went, cached = fastweight.bounded(*qkv, cached, *how)
-            o2, mass2, went2, fast = kernels.bounded(*qkv, fast, *how)
+            o2, mass2, went2, cached2 = fast.caches.bounded(*qkv, cached2, *how)
             there = went['pos'] >= 0
             assert torch.equal(went2['pos'], went['pos'])
             near([o2, mass2], [o, mass], tol)
             near([went2[name][there] for name in 'kv'], [went[name][there] for name in 'kv'])
-            near(in_order(fast, *totals), in_order(cached, *totals), tol)
+            near(in_order(cached2, *totals), in_order(cached, *totals), tol)
 
 @pytest.mark.parametrize('t', [5, 10 ** 6, 10 ** 8])
 def test_rope_depends_on_the_distance_alone_at_any_position(t):
@@ -1425,7 +1426,7 @@ def test_a_rule_a_map_and_a_policy_of_your_own_may_come_at_any_time(a_model, mon
     for wrong in dict(rule='yours'), dict(layers='yours'), dict(encoder=1, cross='yours'):
         with pytest.raises(ValueError, match='gdn2, softmax, .*mine'):
             Config(**wrong)
-    for bounded in fastweight.bounded, kernels.bounded:
+    for bounded in fastweight.bounded, fast.caches.bounded:
         test_policies_agree_with_the_book_token_for_token('odd', bounded)
 
 @pytest.mark.parametrize('gates, why', [
@@ -4585,7 +4586,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 # ---- 14. The repository itself -----------------------------------------------------------------------------
 
 ROOMS = [               # a file imports only from rows above its own; papers do not import each other
-    'fastweight', 'fast.convolution', 'kernels', 'common.errors common.files common.flags common.machine common.terminal data.kinds', 'common.weights data.vocabulary data.tasks',
+    'fastweight', 'fast.caches fast.convolution', 'kernels', 'common.errors common.files common.flags common.machine common.terminal data.kinds', 'common.weights data.vocabulary data.tasks',
     'hub.families hub.texts', 'hub.chat hub.folders', 'data.prepare', 'model', 'common.watch', 'train', 'convert', 'papers.harness',
     'papers.schlag papers.kasai papers.mao papers.oren papers.zhang papers.beyond', 'bench sample', 'test_all']
 LAYER = {name: row for row, names in enumerate(ROOMS) for name in names.split()}
@@ -4626,8 +4627,7 @@ def test_nothing_is_unpickled_or_evaluated():
             assert not BANNED & {*used, *(u.split('.')[0] for u in used)}, f'{name}: {used}'
 
 def test_without_the_fast_forms_all_but_speed_works(text, tmp_path, monkeypatch, capsys):
-    """Train, sample and convert where there is neither kernels.py nor fast/ to be imported. One of them alone is not
-    used."""
+    """Train, sample and convert where there is neither kernels.py nor fast/. One of them alone is not used."""
     for absent in 'kernels', 'fast':
         with monkeypatch.context() as only:
             only.setitem(sys.modules, absent, None)

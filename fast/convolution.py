@@ -1,4 +1,4 @@
-"""The short convolution of a block, faster. The definition is model.shifted_sum; test_all.py compares the two.
+"""The short convolution of a block, faster. Its definition is model.shifted_sum.
 
     y = shifted_sum(x, w)       y_t = sum_s w_{n-s} x_{t-s}       x, y (B, T, D), w (n + 1, D)
 
