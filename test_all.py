@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if not torch.cuda.is_available():   # before kernels is imported: its GPU kernels then run in plain numpy
     os.environ.setdefault('TRITON_INTERPRET', '1')
 import fast.caches
+import fast.chunks
 import fastweight
 import kernels
 from fastweight import LOG_MIN, POLICIES, chunked, feature_map, l2, recurrent
@@ -184,7 +185,7 @@ def test_cut_anywhere(gates, form):
     for cuts in [1], [6], [2, 3, 12], range(1, 13):
         near(with_gradients(cut, given, normalise, cuts=cuts), whole)
     start = given['S'].clone()
-    with torch.no_grad():                       # then kernels.py uses another form for a single step
+    with torch.no_grad():                       # then kernels.chunked uses another form for a single step
         near(cut(range(1, 13), **given, normalise=normalise), whole[:2], 1e-13)
     assert torch.equal(given['S'], start)       # the state that is given stays as it is
 
@@ -843,17 +844,17 @@ def test_slots_beside_compressed_positions_are_chosen_by_keys_before_rope():
         model_py.with_cache_flags(config, 'M', positions='true')
     assert not model_py.with_cache_flags(config, 'M', positions='true', overflow='').overflow
 
-# kernels.py
+# fast/chunks.py and kernels.py
 
 @every_gate
 def test_a_long_text_in_segments_is_the_same(gates, monkeypatch):
     """Values and gradients, where the last segment alone keeps what the backward needs, the last one is
     short, and S comes from an earlier call. Through a checkpoint bit for bit. The backward keeps tensors nowhere
     else than autograd does, or a checkpoint would save nothing."""
-    monkeypatch.setattr(kernels, 'NUMBERS', 1)                      # so that a segment has 64 steps
-    monkeypatch.setattr(kernels, 'KEPT_SEGMENTS', 1)
-    forward = Mock(wraps=kernels.forward_of)
-    monkeypatch.setattr(kernels, 'forward_of', forward)
+    monkeypatch.setattr(fast.chunks, 'NUMBERS', 1)                      # so that a segment has 64 steps
+    monkeypatch.setattr(fast.chunks, 'KEPT_SEGMENTS', 1)
+    forward = Mock(wraps=fast.chunks.forward_of)
+    monkeypatch.setattr(fast.chunks, 'forward_of', forward)
     given, normalise = inputs(**gates, T=150)
     found = with_gradients(kernels.chunked, given, normalise)
     near(found, with_gradients(chunked, given, normalise), 1e-9)
@@ -4586,7 +4587,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 # ---- 14. The repository itself -----------------------------------------------------------------------------
 
 ROOMS = [               # a file imports only from rows above its own; papers do not import each other
-    'fastweight', 'fast.caches fast.convolution', 'kernels', 'common.errors common.files common.flags common.machine common.terminal data.kinds', 'common.weights data.vocabulary data.tasks',
+    'fastweight', 'fast.caches fast.chunks fast.convolution', 'kernels', 'common.errors common.files common.flags common.machine common.terminal data.kinds', 'common.weights data.vocabulary data.tasks',
     'hub.families hub.texts', 'hub.chat hub.folders', 'data.prepare', 'model', 'common.watch', 'train', 'convert', 'papers.harness',
     'papers.schlag papers.kasai papers.mao papers.oren papers.zhang papers.beyond', 'bench sample', 'test_all']
 LAYER = {name: row for row, names in enumerate(ROOMS) for name in names.split()}
