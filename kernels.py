@@ -26,14 +26,14 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # its im
 
 
 # ---- GPU: the same letters, in four Triton kernels ---------------------------------------------------------
-# A tile is one chunk of C steps of one sequence. `inverse` and `tokens` run one program per tile. `forward`
-# and `states` run one program per sequence and block of BV value channels. This program goes through the
-# chunks and keeps its part of S in registers.
+# A tile is one chunk of C steps of one sequence. Many programs run a kernel at once. Two kernels have a
+# program for each tile. The others have one for each sequence and block of BV value channels. Such a program
+# goes through the chunks, one after the other, and keeps its part of S in registers.
 #
-#   inverse     all tiles at once             reads k e f               writes N
-#   forward     chunk after chunk             q k v w e f z N           o, S before each chunk, U
-#   states      from the last chunk back      q k e f z N do            dS after each chunk, dY
-#   tokens      all tiles at once             all of these              the gradients
+#   inverse_kernel             all tiles at once            reads k e f z       writes N
+#   forward_kernel             chunk after chunk            q k v w e f z N     o, U, S before each chunk
+#   backward_states_kernel     from the last chunk back     q k e f z N do      dY, dS after each chunk
+#   backward_inputs_kernel     all tiles at once            all but N           gradients of q k v w e f z
 #
 # f, z, w and e have FD, ZD, WD and ED channels (1: one number for all, 0: there is no such gate). A decay per
 # head is z with ZD = 1. The sum of the keys is one more value channel; n is the number of chunks, N a matrix.
@@ -122,7 +122,8 @@ def decays(p, row, col, ok, D: tl.constexpr, C: tl.constexpr):
         if D == 1:
             return one, one, tl.exp(a), tl.exp(end - a), tl.exp(end)
         else:
-            m = tl.sum(tl.where(tl.arange(0, C)[:, None] <= C // 2, log_p, 0.0), 0)[None, :]
+            to_middle = tl.arange(0, C)[:, None] <= C // 2
+            m = tl.sum(tl.where(to_middle, log_p, 0.0), 0)[None, :]
             return tl.exp(a - m), tl.exp(m - a), tl.exp(m), tl.exp(end - m), tl.exp(end)
 
 
@@ -140,21 +141,23 @@ def decayed(x, z, row, ok, ZD: tl.constexpr, C: tl.constexpr):
 @jit
 def letters(q, k, e, f, z, row, kk, ok, K: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr,
             ZD: tl.constexpr, C: tl.constexpr, DT: tl.constexpr):
-    """The letters of one tile: y, r, x [C, BK]; A below the diagonal [C, C]; its diagonal [C, 1]; and the
+    """The letters of one tile: y, r, x [C, BK]; A below the diagonal [C, C]; its diagonal D [C, 1]; and the
     factors f_in, f_out, f_all for the state"""
     f_up, f_down, f_in, f_out, f_all = decays(f, row, kk, ok, FD, C)
     q_ = load_tile(q, row, kk, ok, K)
     k_ = load_tile(k, row, kk, ok, K)
+    y = q_ * f_up
     x = k_ * f_down
-    A = decayed(dot(q_ * f_up, tl.trans(x), DT), z, row, ok, ZD, C)
     r = k_ * f_up * gate(e, row, kk, ok, ED)
-    return q_ * f_up, r, x, A, tl.sum(q_ * k_, 1)[:, None], f_in, f_out, f_all
+    A = decayed(dot(y, tl.trans(x), DT), z, row, ok, ZD, C)
+    D = tl.sum(q_ * k_, 1)[:, None]
+    return y, r, x, A, D, f_in, f_out, f_all
 
 
 @jit
-def inverse(k, e, f, z, N, T, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, ED: tl.constexpr,
-            FD: tl.constexpr, ZD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-            DT: tl.constexpr):
+def inverse_kernel(k, e, f, z, N, T, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, ED: tl.constexpr,
+                   FD: tl.constexpr, ZD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                   DT: tl.constexpr):
     """N = (I + L)^-1 - I, L = tril(r x^T, -1). First the blocks of 16 on the diagonal, all together, by
     substitution: row s of X is row s of I - L X, which needs only the rows above s. Then two blocks are
     joined as in fast.chunks.inverted."""
@@ -188,9 +191,9 @@ def inverse(k, e, f, z, N, T, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr
 #         o = z_up (D U + A U + z_in y S_in^T)                  writes o, and U and S for the backward
 #         S = f_all z_all S + (z_out U)^T (f_out x)
 @jit
-def forward(q, k, v, w, e, f, z, N, S_0, o, written, before, S_T, T, K: tl.constexpr, V: tl.constexpr,
-            WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr, ZD: tl.constexpr, C: tl.constexpr,
-            BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
+def forward_kernel(q, k, v, w, e, f, z, N, S_0, o, written, before, S_T, T, K: tl.constexpr, V: tl.constexpr,
+                   WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr, ZD: tl.constexpr, C: tl.constexpr,
+                   BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
     """o for all steps of a sequence, the state before each chunk, and the last state."""
     n = tl.cdiv(T, C)
     seq = tl.program_id(0).to(tl.int64)
@@ -199,15 +202,17 @@ def forward(q, k, v, w, e, f, z, N, S_0, o, written, before, S_T, T, K: tl.const
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
     S = load_tile(S_0, seq * V + vv, kk, vv < V, K)
     for j in range(n):
+        tile = seq * n + j
         row, ok = steps_of(seq, j, T, C)
         z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, ZD, C)
         y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, z, row, kk, ok, K, ED, FD, ZD, C, DT)
-        store_tile(before, S, (seq * n + j) * V + vv, kk, vv < V, K)
+        store_tile(before, S, tile * V + vv, kk, vv < V, K)
         S_in = tl.trans(S * f_in)
         U = load_tile(v, row, vv, ok, V) * gate(w, row, vv, ok, WD) * z_down
         if e is not None:
             U -= dot(r, S_in, DT) * z_in
-            U += dot(load_tile(N, (seq * n + j) * C + c, c, c < C, C), U, DT)
+            N_j = load_tile(N, tile * C + c, c, c < C, C)
+            U += dot(N_j, U, DT)
             store_tile(written, U, row, vv, ok, V)
         read = D * U + dot(A, U, DT) + dot(y, S_in, DT) * z_in
         store_tile(o, read * z_up, row, vv, ok, V)
@@ -218,14 +223,15 @@ def forward(q, k, v, w, e, f, z, N, S_0, o, written, before, S_T, T, K: tl.const
 # for each sequence and each block of BV value channels, in parallel:
 #     dS = dS_T
 #     for each chunk, the last first:                           reads q, k, e, f, z, N, do   writes dS, dY
-#         dU = D G + A^T G + z_out (f_out x dS^T), G = z_up do
+#         dU = D g + A^T g + z_out (f_out x dS^T), g = z_up do
 #         dY = dU + N^T dU
-#         dS = f_all z_all dS + f_in ((z_in G)^T y - (z_in dY)^T r)
+#         dS = f_all z_all dS + f_in ((z_in g)^T y - (z_in dY)^T r)
 @jit
-def states(q, k, e, f, z, N, do, dS_T, d_written, after, dS_0, T, K: tl.constexpr, V: tl.constexpr,
-           WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr, ZD: tl.constexpr, C: tl.constexpr,
-           BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
-    """The gradient of the state after each chunk, from the last chunk to the first."""
+def backward_states_kernel(q, k, e, f, z, N, do, dS_T, d_written, after, dS_0, T, K: tl.constexpr,
+                           V: tl.constexpr, WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr,
+                           ZD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                           DT: tl.constexpr):
+    """The gradient of the state after each chunk, from the last chunk to the first, and dY."""
     n = tl.cdiv(T, C)
     seq = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, C)
@@ -234,15 +240,16 @@ def states(q, k, e, f, z, N, do, dS_T, d_written, after, dS_0, T, K: tl.constexp
     dS = load_tile(dS_T, seq * V + vv, kk, vv < V, K)
     for back in range(n):
         j = n - 1 - back
+        tile = seq * n + j
         row, ok = steps_of(seq, j, T, C)
         z_up, _, z_in, z_out, z_all = decays(z, row, vv, ok, ZD, C)
         y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, z, row, kk, ok, K, ED, FD, ZD, C, DT)
-        G = load_tile(do, row, vv, ok, V) * z_up
-        store_tile(after, dS, (seq * n + j) * V + vv, kk, vv < V, K)
-        read = dot(tl.trans(G * z_in), y, DT)
+        g = load_tile(do, row, vv, ok, V) * z_up
+        store_tile(after, dS, tile * V + vv, kk, vv < V, K)
+        read = dot(tl.trans(g * z_in), y, DT)
         if e is not None:
-            dU = D * G + dot(tl.trans(A), G, DT) + dot(x * f_out, tl.trans(dS), DT) * z_out
-            N_j = load_tile(N, (seq * n + j) * C + c, c, c < C, C)
+            dU = D * g + dot(tl.trans(A), g, DT) + dot(x * f_out, tl.trans(dS), DT) * z_out
+            N_j = load_tile(N, tile * C + c, c, c < C, C)
             dY = dU + dot(tl.trans(N_j), dU, DT)
             store_tile(d_written, dY, row, vv, ok, V)
             read -= dot(tl.trans(dY * z_in), r, DT)
@@ -258,15 +265,43 @@ def passing(inside, out):
     return tl.cumsum(inside, 0, reverse=True) + tl.cumsum(out, 0) - out
 
 
-# for each tile, in parallel:                                   the table of gradients, row by row
-#     for each block of BV value channels:                      reads all, S before and dS after the chunk
-#         dA, dL, dy, dr, dx, dw += the parts of these channels; dv and dz belong to them alone
-#     dq, dk, de, dlog f from the sums                          writes each gradient once
+# One program computes all gradients of one tile: of q, k, v and the gates, for C steps of one sequence. It
+# needs no other tile, because the two kernels above have stored S before the chunk and dS' after it (in the
+# code, S and dS).
+#
+# Some gradients in the table of fast/chunks.py have V columns, one for each value channel. The others are sums
+# over value channels. So there are two parts. A loop over blocks of BV value channels finishes those with V
+# columns, and adds its share to the sums. Then come the gradients that need the whole sums:
+#
+# for each tile, in parallel:
+#     y, r, x, A, D again, from q, k, e, f, z
+#     for each block of BV value channels:                      reads v, w, z, do, U, dY, S, dS'
+#         g = z_up do
+#         dY as stored; if nothing is erased, there is none: then D g + A^T g + z_out (f_out x dS'^T)
+#         dL -= dY U^T                      dr -= (z_in dY) S_in
+#         dA += g U^T                       dy += (z_in g) S_in                   dD += diagonal of g U^T
+#         dx_out += (z_out U) dS'                               the part of dx for what leaves the chunk
+#         dw, dv                                                written; dw per head is a sum, written below
+#         dlog z                                                written, if it is per value channel
+#     dA, dL = their parts below the diagonal
+#     dy += dA x                            dr += dL x
+#     dx = dA^T y + dL^T r                                      the part of dx for what stays in the chunk
+#     dx_out = f_out dx_out
+#     dlog f from y dy + r dr - x dx, x dx_out and S dS'        written; or dlog z, if it is per head
+#     de = k f_up dr                                            written
+#     dq = f_up dy + dD k                                       written
+#     dk = f_down (dx + dx_out) + e f_up dr + dD q              written
+#
+# Two things differ from the table. A has no diagonal here: that is D, which has a gradient dD of its own. And
+# dlog f and dlog z are differences of reads and writes. What a step reads of its own value passes no decay,
+# so in the table it cancels. Here it is left out, and what leaves the chunk is summed from the chunk's start
+# (see `passing`), because in bf16 large numbers would not cancel well.
 @jit
-def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, dv, dw, de, df, dz, T,
-           K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr,
-           ZD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
-    """All gradients of the steps of one tile, as in the table above, summed over blocks of value channels."""
+def backward_inputs_kernel(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, dv, dw, de, df,
+                           dz, T, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, ED: tl.constexpr,
+                           FD: tl.constexpr, ZD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+                           BV: tl.constexpr, DT: tl.constexpr):
+    """All gradients of the steps of one tile."""
     tile = tl.program_id(0).to(tl.int64)
     n = tl.cdiv(T, C)
     row, ok = steps_of(tile // n, tile % n, T, C)
@@ -292,20 +327,20 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
         dS = load_tile(after, tile * V + vv, kk, vv < V, K)
         stays = dS * S * f_all * tl.trans(z_all)
         kept += tl.sum(stays, 0)[None, :]
-        G = load_tile(do, row, vv, ok, V) * z_up
+        g = load_tile(do, row, vv, ok, V) * z_up
         w_ = gate(w, row, vv, ok, WD)
         Y = v_ * w_ * z_down                                    # Y without what is erased
         out = dot(x * f_out, tl.trans(dS), DT) * z_out
         U = Y
-        dY = D * G + dot(tl.trans(A), G, DT) + out
+        dY = D * g + dot(tl.trans(A), g, DT) + out
         if e is not None:
             U = load_tile(written, row, vv, ok, V)
             dY = load_tile(d_written, row, vv, ok, V)
             dL -= dot(dY, tl.trans(U), DT)
             dr -= dot(dY * z_in, S_in, DT)
-        dA += dot(G, tl.trans(U), DT)
-        dD += tl.sum(G * U, 1)[:, None]
-        dy += dot(G * z_in, S_in, DT)
+        dA += dot(g, tl.trans(U), DT)
+        dD += tl.sum(g * U, 1)[:, None]
+        dy += dot(g * z_in, S_in, DT)
         dx_out += dot(U * z_out, dS, DT)
         d_given = dY * z_down                                   # gradient of w * v
         if WD > 1:
@@ -315,7 +350,7 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
         store_tile(dv, d_given * w_, row, vv, ok, V)
         if ZD > 1:
             o_ = D * (U - Y) + dot(A, U, DT) + dot(y, tl.trans(S_in), DT) * z_in
-            inside = G * o_ - Y * (dY - D * G - out)
+            inside = g * o_ - Y * (dY - D * g - out)
             later = tl.sum((U - Y) * out, 0) + tl.sum(stays, 1)
             store_tile(dz, passing(inside, Y * out) + later[None, :], row, vv, ok, V)
     f_up, f_down, _, _, _ = decays(f, row, kk, ok, FD, C)
@@ -379,8 +414,8 @@ def tiles(q, v, w, e, f, z):
 
 
 class Tiles(torch.autograd.Function):
-    """fast.chunks.Chunks on a GPU, for any T. q, k, v are fp32 or bf16. All tensors are contiguous. normalise: o is
-    still to be divided, so it is fp32."""
+    """As fast.chunks.Chunks, on a GPU, for any T. q, k, v are fp32 or bf16. All tensors are contiguous.
+    normalise: o is still to be divided, so it is fp32."""
     @staticmethod
     def forward(ctx, q, k, v, w, e, f, z, S, normalise=False):
         B, H, T, K = q.shape
@@ -395,11 +430,11 @@ class Tiles(torch.autograd.Function):
                 N = v.new_empty(B * H * n, C, C)
                 U = v.new_empty(v.shape, dtype=torch.float32)
                 fewer_warps = dict(size, num_warps=size['num_warps'] // 4)      # for short rows, one by one
-                inverse[(B * H * n,)](k, e, f, z, N, T, **fewer_warps)
+                inverse_kernel[(B * H * n,)](k, e, f, z, N, T, **fewer_warps)
             o = torch.empty_like(v, dtype=torch.float32 if normalise else v.dtype)
             before = v.new_empty(B * H, n, V, K)
             S_T = torch.empty_like(S)
-            forward[grid](q, k, v, w, e, f, z, N, S, o, U, before, S_T, T, **size)
+            forward_kernel[grid](q, k, v, w, e, f, z, N, S, o, U, before, S_T, T, **size)
         ctx.save_for_backward(q, k, v, w, e, f, z, N, U, before)
         ctx.how = grid, n, size
         return o, S_T
@@ -418,11 +453,11 @@ class Tiles(torch.autograd.Function):
         given = q, k, v, w, e, f, z
         gradients = [if_given(torch.empty_like, x) for x in given]
         with torch.cuda.device_of(q):
-            states[grid](q, k, e, f, z, N, do, dS, dY, after, dS_0, T, **size)
+            backward_states_kernel[grid](q, k, e, f, z, N, do, dS, dY, after, dS_0, T, **size)
             larger = dict(size, num_warps=8)
             if size['ZD'] > 1:                          # else the compiler gives 32 registers, and spills
                 larger.update(maxnreg=255, BV=2 * size['BV'])
-            tokens[(grid[0] * n,)](*given, do, U, dY, before, after, *gradients, T, **larger)
+            backward_inputs_kernel[(grid[0] * n,)](*given, do, U, dY, before, after, *gradients, T, **larger)
         return *gradients, dS_0, None
 
 
