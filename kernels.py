@@ -269,9 +269,9 @@ def passing(inside, out):
 # needs no other tile, because the two kernels above have stored S before the chunk and dS' after it (in the
 # code, S and dS).
 #
-# Some gradients in the table of fast/chunks.py have V columns, one for each value channel. The others are sums
-# over value channels. So there are two parts. A loop over blocks of BV value channels finishes those with V
-# columns, and adds its share to the sums. Then come the gradients that need the whole sums:
+# Some gradients in the table of fast/chunks.py have V columns, one for each value channel. The others are
+# sums over value channels. So there are two parts. A loop over blocks of BV value channels finishes those
+# with V columns, and adds its share to the sums. Then come the gradients that need the whole sums:
 #
 # for each tile, in parallel:
 #     y, r, x, A, D again, from q, k, e, f, z
@@ -287,7 +287,7 @@ def passing(inside, out):
 #     dy += dA x                            dr += dL x
 #     dx = dA^T y + dL^T r                                      the part of dx for what stays in the chunk
 #     dx_out = f_out dx_out
-#     dlog f from y dy + r dr - x dx, x dx_out and S dS'        written; or dlog z, if it is per head
+#     dlog f from y dy + r dr - x dx, x dx_out and S dS'        written; and dlog z, if it is per head
 #     de = k f_up dr                                            written
 #     dq = f_up dy + dD k                                       written
 #     dk = f_down (dx + dx_out) + e f_up dr + dD q              written
