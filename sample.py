@@ -453,7 +453,7 @@ def system_prompt(args, data):
     """The messages with which a chat begins: none, or --system. ValueError if the template leaves it out."""
     if not args.system:
         return []
-    from hub import chat
+    from data import chat
     system = [{'role': 'system', 'content': files.text_of(args.system)}]
     asked = [{'role': 'user', 'content': 'Hello'}]
     if chat.rendered(system + asked, data) == chat.rendered(asked, data):
@@ -465,7 +465,7 @@ def answer(args, model, data, talk, said):
     """Answer what is said, in the model's chat template. The state is handed from answer to answer. If a
     template changes what was said before, all is read again. At a terminal, Ctrl-C ends the answer, which
     stays in the conversation as far as it is written."""
-    from hub import chat
+    from data import chat
     talk.messages.append({'role': 'user', 'content': said})
     text = chat.rendered(talk.messages, data)
     before = len(talk.heard)

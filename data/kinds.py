@@ -40,7 +40,7 @@ class Data:
     train: dict = None              # of a side: tokens, sha256 of its .bin and, of a text, bytes in UTF-8
     val: dict = None
     test: dict = None               # some sets have one
-    # what comes with a pretrained model, see hub/texts.py
+    # what comes with a pretrained model, see data/chat.py and hub/texts.py
     template: str = ''              # its chat template
     special: dict = field(default_factory=dict)     # special tokens: their ids
     ends: list = field(default_factory=list)        # ids that end a text

@@ -50,7 +50,7 @@ if not __package__:                                             # run as a scrip
 from common import files
 from common.errors import of_package, script
 from common.flags import flag, parse, refuse
-from data import tasks, vocabulary
+from data import chat, tasks, vocabulary
 from data.kinds import Data, Set
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))               # the default folder of the data sets
@@ -368,7 +368,6 @@ def joined_rows(entry, paths, meta, wish):
 def chats(entry, paths, meta, wish):
     """Conversations in the model's own template, a row each. The targets are the answers, and what ends them.
     Those that are too long are cut off."""
-    from hub import chat
     none = meta.vocab_size
     meta.pad = min(wish.ends, default=0)
     most = wish.row or entry.length

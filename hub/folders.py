@@ -21,8 +21,9 @@ from common.errors import note
 from common.flags import plural
 from common.weights import mapped_tensors, one_tensor, write_safetensors
 from data.kinds import Data
+from data.special import TOKENIZER, WORDS, as_object, as_the_hub
 from hub.families import FAMILIES, TYPES, family_of, kind_and_config, names, parts, published, width_of_head
-from hub.texts import TEXT_FILES, TOKENIZER, WORDS, add_texts, as_object, as_the_hub, parsed, tokenizer_of
+from hub.texts import TEXT_FILES, add_texts, parsed, tokenizer_of
 
 CONFIG = 'config.json'
 # What an export does not take over of config.json: the type of the numbers, and what `published` writes under

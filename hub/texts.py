@@ -9,7 +9,6 @@ the names of special tokens in tokenizer_config.json or special_tokens_map.json.
 of transformers 5 (LlamaTokenizer, Qwen2Tokenizer, BertTokenizer without do_lower_case) replace the way in
 which tokenizer.json treats spaces, accents or capital letters; here it holds.
 """
-import contextlib
 import json
 import os
 
@@ -17,13 +16,12 @@ from common import files
 from common.errors import note, of_package
 from data import vocabulary
 from data.kinds import Data
+from data.special import (NAMED, TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, WORDS, as_object, as_the_hub,
+                          flags_of, named_tokens)
 
-TOKENIZER = 'tokenizer.json'
-OLDER = WORDS, MERGES = 'vocab.json', 'merges.txt'              # they stood together for it
-TOKENIZER_CONFIG = 'tokenizer_config.json'
+MERGES = 'merges.txt'
+OLDER = WORDS, MERGES                                           # they stood together for tokenizer.json
 ADDED = 'added_tokens.json'
-NAMED = 'special_tokens_map.json'
-TEMPLATE = 'chat_template.jinja'
 GENERATION_CONFIG = 'generation_config.json'
 TEXT_FILES = TOKENIZER, *OLDER, TOKENIZER_CONFIG, ADDED, NAMED, TEMPLATE, GENERATION_CONFIG
 LISTS = 'additional_special_tokens', 'extra_special_tokens'     # of special tokens without a name
@@ -44,17 +42,6 @@ def parsed(path, use):
     content = files.read_file(path)
     with as_the_hub(path):
         return use(json.loads(content))
-
-
-@contextlib.contextmanager
-def as_the_hub(name):
-    """ValueError, which begins with the name of a file or folder, if what it says cannot be used."""
-    try:
-        yield
-    except ValueError as e:
-        raise ValueError(f'{name}: {e}') from None
-    except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
-        raise ValueError(f'{name}: not as the hub has it ({type(e).__name__}: {e})') from None
 
 
 def read_texts(folder):
@@ -115,7 +102,7 @@ def whole_tokenizer(texts):
         if how and is_bert and isinstance(tokenizer.model, models.WordPiece):
             tokenizer.normalizer = normalizers.BertNormalizer(**how)
         if TOKENIZER not in texts:                              # else that says what stands around a text
-            around(tokenizer, about, named(texts))
+            around(tokenizer, about, named_tokens(texts))
     after = tokenizer.to_str()
     return content if after == before else after
 
@@ -150,7 +137,7 @@ def further_tokens(texts, about, there):
     map_of = as_object(texts, NAMED)
     unnamed = [word for name in LISTS for word in listed_in(about, name) or listed_in(map_of, name)]
     special = {}
-    for flags in [*named(texts).values(), *map(flags_of, unnamed)]:
+    for flags in [*named_tokens(texts).values(), *map(flags_of, unnamed)]:
         word = flags['content']
         special[word] = {**there.get(word, flags), 'special': True}
         special[word].pop('id', None)
@@ -197,7 +184,7 @@ def add_texts(folder, data, config_ends):
         template = {one.get('name'): one.get('template') for one in template}.get('default', '')
     data.template = template
     ends = []
-    eos = named(texts).get('eos_token', {}).get('content')
+    eos = named_tokens(texts).get('eos_token', {}).get('content')
     for some in config_ends, as_object(texts, GENERATION_CONFIG).get('eos_token_id'), data.special.get(eos):
         ends += some if isinstance(some, list) else [some]
     data.ends = sorted({i for i in ends if type(i) is int and 0 <= i < data.vocab_size})
@@ -208,31 +195,3 @@ def added_tokens(data):
     if not data.json:
         return {}
     return vocabulary.subwords(data.json).get_added_tokens_decoder()
-
-
-def as_object(texts, name):
-    """What a file says, a dict; {} if there is none. texts: as of `read_texts`. ValueError for other JSON"""
-    with as_the_hub(name):
-        return dict(json.loads(texts.get(name, '{}')))
-
-
-def flags_of(word):
-    """A special token, a text or a dict with flags, as tokenizers.AddedToken takes it."""
-    flags = {**word} if isinstance(word, dict) else {'content': word, 'normalized': False}
-    flags.pop('__type', None)
-    return {**flags, 'special': True}
-
-
-def named(texts):
-    """The special tokens that have a name: {'bos_token': its `flags_of`, ...}, from tokenizer_config.json and
-    special_tokens_map.json. Of two that differ, the former's holds if it also lists tokens, else the
-    latter's. With the older two files, a token without a name has that of transformers' class."""
-    about = as_object(texts, TOKENIZER_CONFIG)
-    others = as_object(texts, NAMED)
-    both = {**others, **about} if 'added_tokens_decoder' in about else {**about, **others}
-    if TOKENIZER not in texts and WORDS in texts:
-        own = ('unk_token', 'eos_token', 'pad_token') if 'Qwen2' in str(about.get('tokenizer_class')) else (
-            'unk_token', 'eos_token', 'bos_token')
-        both = dict.fromkeys(own, '<|endoftext|>') | both
-    return {name: flags_of(word) for name, word in both.items()
-            if name.endswith('_token') and type(word) in (str, dict)}

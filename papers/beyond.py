@@ -18,10 +18,9 @@ import torch
 import convert
 import train
 from common import files
-from data import prepare, vocabulary
+from data import chat, prepare, vocabulary
 from data.kinds import Data
 from fastweight import RULES
-from hub import chat
 from papers.harness import (DELTA, Panel, Suite, Way, a_line, a_row, a_text, chosen, column, from_nothing,
                             only, softmax_model, ways_of)
 

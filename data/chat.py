@@ -14,7 +14,7 @@ import os
 
 from common.errors import note
 from data import vocabulary
-from hub.texts import TEMPLATE, named
+from data.special import TEMPLATE, named_tokens
 
 
 @functools.cache
@@ -69,7 +69,7 @@ def rendered(messages, data, ask=True):
     if not data.template:
         raise ValueError('--chat: this model brings no chat template; take one that was trained to chat, '
                          f'whose folder has {TEMPLATE}, or leave --chat out')
-    names = {name: flags['content'] for name, flags in named(data.files or {}).items()}
+    names = {name: flags['content'] for name, flags in named_tokens(data.files or {}).items()}
     messages = [{**message, 'content': tamed(message['content'], data)} for message in messages]
     try:
         return compiled(data.template).render(
