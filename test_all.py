@@ -637,8 +637,10 @@ from common import flags as flags_py
 from common import weights as weights_py
 from common.watch import through
 from common.weights import pack
-from data import chat, prepare, tasks, vocabulary
+from data import chat, prepare, tasks, vocabulary, ways
+from data import sources as sources_py
 from data.kinds import TRAVELS, Data
+from data.sets import find_set
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES
 from hub import folders, texts
 from model import SOURCE_RULES, GPT, Config, Cross, FastWeights, load, pick_forms, rope, save
@@ -1997,7 +1999,7 @@ def test_files_and_standard_input_are_bytes(tmp_path, monkeypatch, capsys):
     *sides, meta = prepare.load_set(str(tmp_path / 'a@b'), tokenizer='char')
     assert vocabulary.decode(np.concatenate(sides), meta).encode() == raw * 9
     (tmp_path / 'mine.tsv').write_bytes(b'\xef\xbb\xbf0\tno\r\n1\tyes\r\n')
-    assert tasks.lines(str(tmp_path / 'mine.tsv'))[0] == ([b'no', b'yes'], [[0], [1]])
+    assert sources_py.lines(str(tmp_path / 'mine.tsv'))[0] == ([b'no', b'yes'], [[0], [1]])
 
 def test_files_are_readable_by_whom_the_umask_says(text, tmp_path, monkeypatch):
     """Replacing keeps the old file's mode. ~ is the home folder."""
@@ -2094,7 +2096,7 @@ def test_a_suite_that_is_terminated_ends_its_training(characters, tmp_path):
 def test_generated_tasks_are_what_the_papers_say():
     for name, keep, every in ('recall', False, True), ('recall-kept', True, True), ('recall-one', True, False):
         for training in False, True:
-            for row, target in zip(*tasks.SETS[name].make(50, np.random.default_rng(0), 40, training)):
+            for row, target in zip(*find_set(name).make(50, np.random.default_rng(0), 40, training)):
                 pairs = list(zip(row[1:-1:2], row[2::2]))
                 assert dict(pairs)[row[-1]] == target[-1]       # a dict keeps the last
                 assert keep == (len(set(pairs)) == len(dict(pairs)))
@@ -2105,7 +2107,7 @@ def test_generated_tasks_are_what_the_papers_say():
                     seen = dict(zip(row[1:t:2], row[2:t + 1:2]))
                     assert target[t] == (seen.get(row[t], 40) if t % 2 else 40)
     for name, n in ('mqar', 8), ('mqar:64', 64):
-        for row, target in zip(*prepare.find_set(name).make(50, np.random.default_rng(0), 8192, True, length=8 * n + 64)):
+        for row, target in zip(*find_set(name).make(50, np.random.default_rng(0), 8192, True, length=8 * n + 64)):
             keys, values = row[0:2 * n:2], row[1:2 * n:2]
             at = np.flatnonzero(target < 8192)
             assert len(set(keys)) == n == len(at) and (at % 2 == 0).all() and keys.max() < 4096 <= values.min()
@@ -2117,7 +2119,7 @@ def test_targets_of_a_group_are_its_products(name, order):
     """By composing permutations. Each set of elements is closed, with an inverse."""
     elements = tasks.GROUPS[name]
     assert len(set(elements)) == order
-    make = tasks.SETS[f'group:{name}'].make
+    make = find_set(f'group:{name}').make
     for row, target in zip(*make(20, np.random.default_rng(0), order, True, 9)):
         so_far = range(len(elements[0]))
         for x, y in zip(row, target):
@@ -2172,7 +2174,7 @@ def few_facts(few_words, tmp_path, monkeypatch):
 def test_the_answer_to_a_row_of_facts_stands_somewhere_in_its_text(few_facts, tmp_path):
     """In training the answers to others count, too; of facts-text each next word does."""
     sides, meta = rows_of('facts-256', tmp_path, file=few_facts)
-    texts = [text.decode().replace('\n', ' ') for text in prepare.local_text(few_facts)]
+    texts = [text.decode().replace('\n', ' ') for text in sources_py.local_text(few_facts)]
     form = r'the (\w+ of \w+) is(?: (\w+) \.| ?$)'
     for (x, y), text, last_only in zip(sides, texts, (False, True)):
         for row, target in zip(x, y):
@@ -3829,7 +3831,7 @@ def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkey
     assert sample.main([f'--init={tmp_path}', '--prompt=fox x fox y']) == 0
     assert 'note: 2 of 6 tokens stand for letters' in capsys.readouterr().err
     assert vocabulary.whole_text('quicker fox', data) == [1, 4, 5, 6, 2]
-    assert prepare.fitted([[b'quicker fox']], data, 4, 0, 8)[0][0][0].tolist() == [1, 4, 5, 2]
+    assert ways.fitted([[b'quicker fox']], data, 4, 0, 8)[0][0][0].tolist() == [1, 4, 5, 2]
     assert vocabulary.with_bos([6], data) == [1, 6]
     assert vocabulary.decode([4, 5, 6], data) == 'quicker fox'
     assert vocabulary.whole_text('ab', Data('byte', 256)) == [97, 98]
@@ -4587,8 +4589,8 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 # ---- 14. The repository itself -----------------------------------------------------------------------------
 
 ROOMS = [               # a file imports only from rows above its own; papers do not import each other
-    'fastweight', 'fast.caches fast.chunks fast.convolution', 'kernels', 'common.errors common.files common.flags common.machine common.terminal data.kinds', 'common.weights data.vocabulary data.special',
-    'data.chat data.tasks', 'data.prepare',
+    'fastweight', 'fast.caches fast.chunks fast.convolution', 'kernels', 'common.errors common.files common.flags common.machine common.terminal data.kinds',
+    'common.weights data.vocabulary data.special', 'data.chat data.sources data.tasks', 'data.sets data.ways', 'data.prepare',
     'hub.families hub.texts', 'hub.folders', 'model', 'common.watch', 'train', 'convert', 'papers.harness',
     'papers.schlag papers.kasai papers.mao papers.oren papers.zhang papers.beyond', 'bench sample', 'test_all']
 LAYER = {name: row for row, names in enumerate(ROOMS) for name in names.split()}

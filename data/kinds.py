@@ -102,10 +102,10 @@ class Data:
 
 
 class Set(NamedTuple):
-    """How a set is made: an entry of tasks.SETS, of prepare.DATASETS or, for your own files, OWN_FILES."""
+    """How a set is made: an entry of sets.DATASETS or, for your own files, sets.OWN_FILES."""
     help: str
-    way: str                        # an entry of prepare.WAYS
-    make: Callable                  # see data/tasks.py and the texts in data/prepare.py
+    way: str                        # an entry of ways.WAYS
+    make: Callable                  # see data/tasks.py and data/sources.py
     tokenizer: str = 'byte'         # if none is asked for
     files: dict = {}                # by name: sha256, or None if unknown; in make's order     # noqa: RUF012
     urls: tuple = ()                # folders to try, in this order

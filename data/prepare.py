@@ -10,7 +10,7 @@
     python data/prepare.py mnist-patch7                  # squares of 7 x 7 pixels
     python data/prepare.py mine.tsv                      # your own lines: a label from 0, a tab, a text
     python data/prepare.py a.en:a.de                     # sentences, and their translations line by line
-    python train.py --init=MODEL --data=chats.jsonl      # conversations, see tasks.conversations
+    python train.py --init=MODEL --data=chats.jsonl      # conversations, see sources.conversations
 
 You need not run these commands first: train.py prepares a missing set itself (`load_set`). The format:
 
@@ -18,10 +18,9 @@ You need not run these commands first: train.py prepares a missing set itself (`
     meta.json         tokenizer, vocab_size, and the fields of kinds.Data that are not the default, among them
                       per side (train, val, test) tokens, sha256 of the .bin and, of a text, bytes in UTF-8
 
-The file of a set with rows (data/tasks.py: generated rows, pictures, labelled texts, pairs) has 2 * row
-tokens for each: the inputs, then the targets. target[t] is what to predict after reading inputs[..t], so
-nothing is shifted. A target equal to ignore (vocab_size, or classes if these are more) does not count in the
-loss.
+The file of a set with rows (generated ones, pictures, labelled texts, pairs) has 2 * row tokens for each: the
+inputs, then the targets. target[t] is what to predict after reading inputs[..t], so nothing is shifted. A
+target equal to ignore (vocab_size, or classes if these are more) does not count in the loss.
 
 Labelled texts are in bytes, or in the tokens of --tokenizer; pad is one more token. If a set has no published
 validation side, every tenth line validates. Texts, and conversations, are cut off after 1,024 tokens or what
@@ -34,13 +33,10 @@ The targets are the tokens of the translation, then one pad that marks the end. 
 lines.
 """
 import contextlib
-import functools
 import json
-import math
 import os
 import re
 import sys
-import sysconfig
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,114 +46,13 @@ if not __package__:                                             # run as a scrip
 from common import files
 from common.errors import of_package, script
 from common.flags import flag, parse, refuse
-from data import chat, tasks, vocabulary
-from data.kinds import Data, Set
+from data import vocabulary
+from data.kinds import Data
+from data.sets import DATASETS, entry_of, files_of, find_set
+from data.ways import WAYS
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))               # the default folder of the data sets
 SIDES = ('train', 'val')                                        # every set has these two; some also have test
-# ---- texts: each function returns the training bytes and the validation bytes ------------------------------
-
-def stdlib():
-    """The .py files of the running Python. Fixed rules make figures comparable: take all regular *.py files
-    outside the folders in `skip`; sort their relative paths (with "/") by code point; file i validates if
-    i % 10 == 9; join the raw bytes without a separator."""
-    root = sysconfig.get_paths()['stdlib']
-    skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
-    paths = []
-    for folder, dirs, names in os.walk(root):                   # does not follow links to folders
-        dirs[:] = set(dirs) - skip                              # in place: os.walk goes on with this list
-        for path in [os.path.join(folder, n) for n in names if n.endswith('.py')]:
-            if os.path.isfile(path) and not os.path.islink(path):
-                paths.append(os.path.relpath(path, root).replace(os.sep, '/'))
-    texts = [files.read_file(os.path.join(root, p)) for p in sorted(paths)]
-    [texts], [val] = tasks.every_tenth([texts])
-    return b''.join(texts), b''.join(val)
-
-
-def shakespeare(path):
-    """The first 90 % of the characters train, as in nanoGPT. All are ASCII, so characters are bytes."""
-    text = files.read_file(path)
-    cut = int(len(text) * .9)
-    return text[:cut], text[cut:]
-
-
-def local_text(path):
-    """The last 10 to 20 % validate. We cut at a line end or, if lines are long, between two characters."""
-    text = files.read_file(path)
-    files.as_utf8(text, path)
-    latest = int(len(text) * .9)
-    cut = text.rfind(b'\n', int(len(text) * .8), latest) + 1 or latest
-    while cut < len(text) and text[cut] & 0xC0 == 0x80:         # inside a UTF-8 character
-        cut += 1
-    return text[:cut], text[cut:]
-
-
-# ---- the sets ----------------------------------------------------------------------------------------------
-
-WIKI = functools.partial(tasks.named, names=['wiki.train.raw', 'wiki.valid.raw'])
-DATASETS = {
-    'stdlib': Set("the .py files of Python's standard library, 12 MB", 'text', stdlib),
-    'shakespeare': Set(
-        'tiny shakespeare, 1.1 MB', 'text', shakespeare, 'char',
-        files={'input.txt': '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'},
-        urls=('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare',)),
-    'wikitext2': Set(
-        'WikiText-2 raw, 11 MB, CC BY-SA', 'text', WIKI, 'gpt2', files={
-            'wikitext-2-raw-v1.zip': 'ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11'},
-        urls=('https://wikitext.smerity.com', 'https://huggingface.co/datasets/ggml-org/ci/resolve/main')),
-    'wikitext103': Set(
-        'WikiText-103 raw, 540 MB, CC BY-SA', 'text', WIKI, 'gpt2', files={
-            'wikitext-103-raw-v1.zip': '91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794'},
-        urls=('https://wikitext.smerity.com',
-              'https://huggingface.co/datasets/mattdangerw/wikitext-103-raw/resolve/main')),
-    **tasks.SETS,
-}
-OWN_FILES = {       # a folder's name begins with this name, so they never collide
-    'text': Set('a text of your own', 'text', local_text),
-    'lines': Set('labelled lines of your own', 'labels', tasks.lines, length=1024),
-    'pairs': Set('translations of your own', 'pairs', tasks.parallel, 'bpe:4096', length=256),
-    'joined': Set('pairs of your own, for a model of texts', 'joined', tasks.parallel, length=1024),
-    'chats': Set('conversations of your own', 'chats', tasks.conversations, length=1024)}
-
-
-def find_set(name):
-    """The entry of a data set in DATASETS; None if there is no such set. Other row lengths and picture
-    patches make sets of their own: listops-2048, mnist-patch7."""
-    if name in DATASETS:
-        return DATASETS[name]
-    match = re.fullmatch(r'(.+)-(patch)?([1-9]\d{0,4})', name)
-    if not match or match[1] not in DATASETS:
-        return None
-    base, patch, number = match.groups()
-    entry = DATASETS[base]._replace(base=base)
-    n = int(number)
-    if patch and entry.side:
-        return entry._replace(patch=n)
-    if entry.length and not patch:
-        return entry._replace(length=n)
-    return None
-
-
-def files_of(name):
-    """The paths in a name for your own files: one, or two separated by a colon."""
-    if os.path.exists(name):
-        return [name]
-    return name.split(':', 1)
-
-
-def entry_of(name, like=None):
-    """The entry of a data set in DATASETS or, for your own files, in OWN_FILES. like: as for `place`"""
-    entry = find_set(name)
-    if not entry:
-        own = {'.tsv': 'lines', '.jsonl': 'chats'}.get(os.path.splitext(name)[1].lower(), 'text')
-        if len(files_of(name)) == 2:
-            own = 'pairs'
-            if like and like.vocab_size and not like.source:    # a model that knows no pairs
-                own = 'joined'
-        entry = OWN_FILES[own]._replace(own=own)
-    if like and like.most and not like.row and entry.way in ('labels', 'chats'):
-        return entry._replace(length=like.most)                 # rows that the model takes
-    return entry
 
 
 # ---- where a set lies, and what it is made from ------------------------------------------------------------
@@ -259,7 +154,9 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
     print(f'preparing {folder} ({entry.help}; tokenizer {wish.tokenizer})', flush=True)
     meta = Data(wish.tokenizer, wish.vocab_size, os.path.basename(folder), wish.chars, wish.json, wish.marks)
     try:
-        paths = [file] if file else []
+        paths = []
+        if file:
+            paths = [file]
         if entry.files:
             paths = fetch(name, entry, root, file)
         elif entry.own:
@@ -283,154 +180,6 @@ def cannot_be_in(wish, entry, name):
         learned = size and int(size[1]) in vocabulary.LEARNED
         yield not (wish.json or kind in vocabulary.TOKENIZERS or learned), (
             f'{name}: its tokens can be {vocabulary.OF_TEXTS}, not {kind}')
-
-
-# ---- the ways to make a set: (entry, paths, meta, wish) -> arrays of tokens per side -----------------------
-# wish: the tokens and rows of a model, if it is for one. meta gets all that the files will say of them.
-
-def plain_text(entry, paths, meta, wish):
-    """A text is one array of tokens."""
-    sides = entry.make(*paths)
-    vocabulary.learn_tokens(sides, meta)
-    meta.train, meta.val = ({'bytes': len(text)} for text in sides)
-    return [vocabulary.tokenize(text, meta) for text in sides]
-
-
-def generated(entry, paths, meta, wish):
-    """Rows that are drawn; facts are put into a text, that of --file or stdlib."""
-    texts = ()
-    if entry.way == 'facts':
-        texts = local_text(*paths) if paths else stdlib()
-    return tasks.to_rows(tasks.generate_rows(entry, meta, texts), entry, meta)
-
-
-def pictures(entry, paths, meta, wish):
-    """Pictures and their classes."""
-    return tasks.to_rows(entry.make(*paths), entry, meta)
-
-
-def labelled(entry, paths, meta, wish):
-    """Texts and their classes. They are shuffled, always in the same way, because files may be sorted by
-    class."""
-    if wish.vocab_size and wish.pad is None:
-        raise ValueError('labelled lines are for an encoder, such as bert-base-uncased; this model writes '
-                         'texts')
-    texts, classes = zip(*entry.make(*paths))
-    learn_with_pad(texts, meta, wish)
-    meta.classes = tasks.classes(classes)
-    tokens, meta.row = fitted(texts, meta, entry.length, wish.row, 32)
-    shuffled = []
-    for x, y in zip(tokens, classes):
-        order = np.random.Generator(np.random.Philox(0)).permutation(len(x))
-        shuffled.append(([x[i] for i in order], [y[i] for i in order]))
-    return tasks.to_rows(shuffled, entry, meta)
-
-
-def paired(entry, paths, meta, wish):
-    """Sentences and their translations -> rows of tokens, targets, as this file's docstring says."""
-    sides = entry.make(*paths)
-    sources, texts = zip(*sides)
-    learn_with_pad([a + b for a, b in sides], meta, wish)
-    source_tokens, meta.source = fitted(sources, meta, entry.length, wish.source, 8)
-    text_tokens, length = fitted(texts, meta, entry.length, wish.row - wish.source, 8, more=1)
-    meta.row = meta.source + length
-    pad = np.full(meta.source + 1, meta.pad)
-    rows = []
-    for x, y in zip(source_tokens, text_tokens):
-        inputs = [np.concatenate([a, pad[len(a):], b]) for a, b in zip(x, y)]
-        rows.append((inputs, [np.append(b, pad[0]) for b in y]))
-    return tasks.to_rows(rows, entry, meta)
-
-
-def joined_rows(entry, paths, meta, wish):
-    """Like `paired`, but for a model that reads both texts as one. A row is a source, a line end, its
-    translation (or summary) and a line end. The targets are everything after the first line end. Sources that
-    are too long are cut off; translations only where they are longer than half a row."""
-    before, _ = vocabulary.frame(meta)
-    end = vocabulary.encode('\n', meta)[-1:]
-    if not end:
-        raise ValueError('the model\'s tokens know no line end to put between a text and its translation; '
-                         'take a model of texts, or train one on pairs, without --init or --from')
-    meta.pad = end[0]
-    most = entry.length
-    rows = []
-    for sources, texts in entry.make(*paths):
-        answers = [vocabulary.continued(text.decode(), end, meta, meta.marks)[:most // 2] for text in texts]
-        inputs = []
-        for source, text in zip(sources, answers):
-            tokens = before + vocabulary.encode(source.decode(), meta, meta.marks)
-            inputs.append(tokens[:most - len(text) - 1] + end + text)
-        rows.append((inputs, [text + end for text in answers]))
-    meta.row = row_length([x for x, _ in rows], most, 8)
-    return tasks.to_rows(rows, entry, meta)
-
-
-def chats(entry, paths, meta, wish):
-    """Conversations in the model's own template, a row each. The targets are the answers, and what ends them.
-    Those that are too long are cut off."""
-    none = meta.vocab_size
-    meta.pad = min(wish.ends, default=0)
-    most = wish.row or entry.length
-    sides = []
-    for conversations in entry.make(*paths):
-        rows = []
-        for messages in conversations:
-            try:
-                rows.append(chat.answered(messages, wish, none))
-            except ValueError as e:
-                begins = messages[0]['content'][:40]
-                raise ValueError(f'{e}; in the conversation that begins {begins!r}') from None
-        cut = [(x[:most], y[:most]) for x, y in rows]
-        kept = [(x, y) for x, y in cut if any(target != none for target in y)]
-        sides.append(tuple(map(list, zip(*kept))) or ([], []))
-        print(f'{len(kept):,} of {len(rows):,} conversations have answers in their first {most:,} tokens')
-    if not all(x for x, _ in sides):
-        raise ValueError('too few answers to learn from: give at least 10 conversations, as every tenth '
-                         'validates; the role of who answers is "assistant"')
-    meta.row = row_length([x for x, _ in sides], most, 8)
-    return tasks.to_rows(sides, entry, meta)
-
-
-WAYS = {'text': plain_text, 'generated': generated, 'facts': generated, 'pictures': pictures,
-        'labels': labelled, 'pairs': paired, 'joined': joined_rows, 'chats': chats}
-
-
-def fitted(sides, meta, most, given, step, more=0):
-    """UTF-8 texts per side -> a token array per text, and the row length. The row length is `given` if a
-    model sets it. Otherwise the longest text fits in, with `more` tokens. Longer texts are cut off, but keep
-    the special tokens behind them."""
-    from tqdm import tqdm
-    before, behind = vocabulary.frame(meta)
-    room = (given or most) - more
-    by_side = []
-    for texts in sides:
-        rows = []
-        cut = 0
-        for text in tqdm(texts, unit='texts', disable=None):
-            tokens = vocabulary.encode(text.decode(), meta, meta.marks)
-            kept = tokens[:room - len(before) - len(behind)]
-            cut += len(kept) < len(tokens)
-            rows.append(np.array(before + kept + behind, np.uint32))
-        if cut:
-            print(f'{cut:,} of {len(texts):,} texts have more than {room} tokens: the rest is cut off')
-        by_side.append(rows)
-    return by_side, given or row_length(by_side, most, step, more)
-
-
-def row_length(sides, most, step, more=0):
-    """The row length for these lists of tokens, with `more` tokens: a multiple of step, at most `most`."""
-    longest = more + max(len(tokens) for side in sides for tokens in side)
-    return min(most, step * math.ceil(longest / step))
-
-
-def learn_with_pad(sides, meta, wish):
-    """Like `learn_tokens` for lists of texts; also sets pad: a new token, or the model's."""
-    vocabulary.learn_tokens([b'\n'.join(texts) for texts in sides], meta)
-    meta.pad = meta.vocab_size if wish.pad is None else wish.pad
-    if meta.pad == meta.vocab_size:
-        meta.vocab_size += 1
-        if meta.chars:
-            meta.chars = [*meta.chars, '<pad>']
 
 
 def save_set(folder, meta, sides):
@@ -553,7 +302,9 @@ def main(argv):
     if find_set(name) or not os.path.isdir(name):
         prepare(name, None, args.tokenizer, args.file)
     train, val, meta = load_set(name, tokenizer=args.tokenizer)
-    unit = f'rows of {meta.row:,} tokens' if meta.row else 'tokens'
+    unit = 'tokens'
+    if meta.row:
+        unit = f'rows of {meta.row:,} tokens'
     print(f'{len(train) // meta.step:,} training and {len(val) // meta.step:,} validation {unit}, vocabulary '
           f'{meta.vocab_size:,}')
 

@@ -18,8 +18,9 @@ import torch
 import convert
 import train
 from common import files
-from data import chat, prepare, vocabulary
+from data import chat, vocabulary
 from data.kinds import Data
+from data.sets import find_set
 from fastweight import RULES
 from papers.harness import (DELTA, Panel, Suite, Way, a_line, a_row, a_text, chosen, column, from_nothing,
                             only, softmax_model, ways_of)
@@ -43,7 +44,7 @@ def over_widths(args, suite):
 def products(args, result, model, meta):
     """Accuracy in % on 256 new rows, for products of 1, 2, ... elements, and its mean beyond the lengths of
     training."""
-    task = prepare.find_set(result['data'])
+    task = find_set(result['data'])
     rng = np.random.Generator(np.random.Philox(2))              # seeds 0 and 1 made the data set
     x, y = task.make(256, rng, task.vocab, False, length=256)
     x = torch.from_numpy(x).to(args.device)
