@@ -28,7 +28,9 @@ from common.weights import state_bytes
 from fastweight import l2
 from model import GPT, Config, chosen_texts, sample
 from papers import beyond, kasai, mao, oren, schlag, zhang
-from papers.harness import ALWAYS, Panel, Suite, chosen, memory_of, over, report_suite
+from papers.harness import memory_of
+from papers.report import report_suite
+from papers.suites import ALWAYS, Panel, Suite, chosen, over
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # silences torch.profiler; we ask it for memory
 MB = 10 ** 6

@@ -644,7 +644,8 @@ from data.sets import find_set
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES
 from hub import folders, texts
 from model import SOURCE_RULES, GPT, Config, Cross, FastWeights, load, pick_forms, rope, save
-from papers import beyond, harness, oren, schlag, zhang
+from papers import beyond, harness, oren, report, schlag, zhang
+from papers.suites import Way
 
 HERE = Path(__file__).resolve().parent
 PLAIN_STATE = [name for name in RULES if not RULES[name].keeps]
@@ -4240,8 +4241,7 @@ def ran(folder, suite, *flags):
 def test_bench_writes_table_and_picture(suite, places, small_pairs, tmp_path, capsys, changed, monkeypatch,
                                         in_process, request):
     model = '--n_layer=1 --n_head=2 --n_embd=16'
-    way = harness.Way(places['THREES'], f'--causal=false {model}', how='--lr=1e-3', convert='--eval_rows=99',
-                    more=.5)
+    way = Way(places['THREES'], f'--causal=false {model}', how='--lr=1e-3', convert='--eval_rows=99', more=.5)
     for name in 'lra', 'glue', 'vit':
         changed(name, ways={'threes': way})
     for name in 'grid', 'tracking':
@@ -4327,7 +4327,7 @@ def test_bench_fine_tunes_a_pretrained_model(monkeypatch, tmp_path):
     assert suite.figure == 'matthews' and list(ways) == ['cola'] and ways['cola'].data == 'cola'
     assert '--init=M ' in ways['cola'].train
     assert all('--lr=5e-5 --dtype=bfloat16' in how for how in (ways['cola'].train, ways['cola'].how))
-    harness.draw(args, glue, [dict(form='a', part='cola', ours=3, least=3, most=3)])
+    report.draw(args, glue, [dict(form='a', part='cola', ours=3, least=3, most=3)])
     assert sys.modules['matplotlib.pyplot'].gca().get_xlabel() == 'matthews, %'
     with pytest.raises(ValueError, match='choose from polarity, trec, cola'):
         zhang.classifiers(bench.Args(**{**flags, 'data': 'mnist'}), bench.SUITES['glue'])
@@ -4591,7 +4591,8 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 ROOMS = [               # a file imports only from rows above its own; papers do not import each other
     'fastweight', 'fast.caches fast.chunks fast.convolution', 'kernels', 'common.errors common.files common.flags common.machine common.terminal data.kinds',
     'common.weights data.vocabulary data.special', 'data.chat data.sources data.tasks', 'data.sets data.ways', 'data.prepare',
-    'hub.families hub.texts', 'hub.folders', 'model', 'common.watch', 'train', 'convert', 'papers.harness',
+    'hub.families hub.texts', 'hub.folders', 'model', 'common.watch', 'train', 'convert', 'papers.suites',
+    'papers.harness papers.report',
     'papers.schlag papers.kasai papers.mao papers.oren papers.zhang papers.beyond', 'bench sample', 'test_all']
 LAYER = {name: row for row, names in enumerate(ROOMS) for name in names.split()}
 BANNED = set('eval exec __import__ torch.load np.load os.system pickle marshal shelve dill'.split())

@@ -22,8 +22,8 @@ from data import chat, vocabulary
 from data.kinds import Data
 from data.sets import find_set
 from fastweight import RULES
-from papers.harness import (DELTA, Panel, Suite, Way, a_line, a_row, a_text, chosen, column, from_nothing,
-                            only, softmax_model, ways_of)
+from papers.harness import a_line, a_row, a_text, softmax_model, ways_of
+from papers.suites import DELTA, Panel, Suite, Way, chosen, column, from_nothing, only
 
 
 # ---- suites mqar, tracking ---------------------------------------------------------------------------------

@@ -1,13 +1,10 @@
-"""What the papers' suites share. A suite says what to measure, on which lines, and what its paper found. In
-many, each line is a run of train.py or convert.py (`runs`). Others study a trained softmax model on a text
-(`model_and_rows`). Results are printed as a table, and drawn beside the paper's.
+"""What measures in the papers' suites. In many, each line is a run of train.py or convert.py (`runs`). Others
+study a trained softmax model on a text (`model_and_rows`).
 """
 import contextlib
-import csv
 import glob
 import itertools
 import json
-import math
 import os
 import re
 import shlex
@@ -15,9 +12,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,16 +19,14 @@ import torch
 import convert
 import train
 from common import files
-from common.terminal import table
 from common.weights import weights_digest
 from data import prepare
 from data.kinds import Data
 from fastweight import RULES
 from model import Cache, FastWeights, load, pick_forms
+from papers.suites import IN_PERCENT, chosen, column, only
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-IN_PERCENT = 'accuracy', 'before', 'recovered', 'matthews', 'majority'
-DELTA = '--rule=delta --beta_max=1'             # as in the papers; train.py's default is 2
 
 
 def memory_of(rule, n_embd, n_head, head_dim, phi='', norm=''):
@@ -45,199 +37,6 @@ def memory_of(rule, n_embd, n_head, head_dim, phi='', norm=''):
         memory = Cache(rule, n_embd, n_head, head_dim)
     memory.forms = pick_forms()
     return memory
-
-
-# ---- the parts of a suite ----------------------------------------------------------------------------------
-class Panel(NamedTuple):
-    """One plot: a line per form over x. If y is `form`, the median and range of each form along x."""
-    x: str                          # a column of the table; so is y
-    y: str
-    title: str = ''                 # may contain flags: {heads}
-    part: str = ''                  # which rows of the table
-
-    def shown(self, rows):
-        """The rows of a table that it shows."""
-        return [row for row in rows if row.get('part', '') == self.part and self.y in row]
-
-
-class Line(NamedTuple):
-    """A line of a suite of commands: how its model is made."""
-    flags: str = ''                 # of train.py, or of convert.py
-    begins: str = 'from nothing'    # or from the line `softmax`, which is `converted` or only `trained on`
-    distils: int = 0                # stage 1 of a conversion gets 1 / this of the steps; 0: there is none
-
-
-class Way(NamedTuple):
-    """How a suite of commands runs its lines: the data, the model, the number of steps."""
-    data: str                       # '': the text of --data
-    train: str = ''                 # flags of train.py
-    steps: int = 0                  # if --steps is not given
-    times: int = 1                  # multiplies the steps
-    converts: bool = False          # all lines are converted from `softmax`, also those trained from nothing
-    how: str = ''                   # more flags of lines that begin from `softmax`
-    convert: str = ''               # more flags of convert.py
-    more: float = 0.0               # their steps, as a share of the steps of `softmax`
-    first: str = ''                 # the way whose softmax model it begins with
-    full: bool | None = None        # True: only with --full; False: only without
-
-
-@dataclass
-class Suite:
-    """What to measure, the flags, the plots, and what a paper found."""
-    name: str
-    about: str                      # for --help
-    measure: Callable               # (args, suite): yields rows of the table
-    flags: str                      # flags that it takes, besides ALWAYS
-    quick: dict = field(default_factory=dict)       # their defaults in a quick run; `only` names lines
-    full: dict = field(default_factory=dict)        # and in a full run
-    lines: dict = field(default_factory=dict)       # form: flags of its command, or what `measure` takes
-    always: tuple = ()              # lines that run whatever --only says
-    ways: dict = field(default_factory=dict)        # for commands: name: Way
-    figure: str = ''                # for commands: the key of their results that becomes `ours`
-    beside: tuple = ()              # more keys that become columns
-    from_checkpoint: Callable | None = None         # (args, result of a run, its model, meta) -> more results
-    one: bool = False               # it takes only one of --lengths
-    panels: tuple = ()
-    note: str = ''
-    source: str = ''                # paper, its table or figure, what it measured
-    paper: dict = field(default_factory=dict)       # form: the paper's figure, or a dict by size or part
-
-
-ALWAYS = 'full out device threads seed'
-
-
-def from_nothing(table):
-    """Lines that train.py trains, by their flags."""
-    return {form: Line(flags) for form, flags in table.items()}
-
-
-def conversions(table, distils=0):
-    """Lines that convert.py makes of `softmax`, by their flags."""
-    return {form: Line(flags, 'converted', distils) for form, flags in table.items()}
-
-
-def over(sizes, *figures):
-    """{size: figure}, from the first size on."""
-    return dict(zip(sizes, figures))
-
-
-def chosen(args, quick, full):
-    """-> the value for a quick run or for a full one."""
-    return full if args.full else quick
-
-
-def only(args, table):
-    """The lines that --only names; all without --only."""
-    names = list(table)
-    if args.only:
-        names = [name.strip() for name in args.only.split(',')]
-    for name in names:
-        if name not in table:
-            raise ValueError(f'--only={args.only}: no {name!r} here; choose from {", ".join(table)}')
-    return {name: table[name] for name in names}
-
-
-# ---- reporting ---------------------------------------------------------------------------------------------
-def column(rows, name):
-    """What each row of a table, or each result, has under a name."""
-    return [row[name] for row in rows]
-
-
-FOR_THE_PICTURE = 'curve', 'query'          # parts of a table that are too long to print
-LOGARITHMIC = (                             # columns with a log axis
-    'T', 'us a token', 'state bytes', 'ms', 'MB', 'cached', 'more than full, %', 'tokens/s',
-    'position', 'share', 'step', 'tokens a row', 'KL to teacher', 'weight')
-
-
-def report_suite(args, suite):
-    """Measure, print each line of the table as it comes, write and draw it."""
-    rows = []
-
-    def to_print():
-        for row in suite.measure(args, suite):
-            rows.append(row)
-            if row.get('part') not in FOR_THE_PICTURE:
-                yield row
-
-    table(to_print())
-    columns = dict.fromkeys(itertools.chain.from_iterable(rows))
-    with open(f'{args.out}/{suite.name}.csv', 'w', newline='') as f:
-        writer = csv.DictWriter(f, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-    print(suite.note.format_map(vars(args)))
-    print(f'paper: {suite.source}')
-    draw(args, suite, rows)
-
-
-def draw(args, suite, measured):
-    """Draw the suite's picture, if there is something to plot: its panels or, for commands, one per way."""
-    panels = suite.panels
-    if not panels:
-        panels = [Panel('ours', 'form', way, way) for way in suite.ways]
-    shown = [(panel, panel.shown(measured)) for panel in panels]
-    shown = [(panel, rows) for panel, rows in shown if rows]
-    n = len(shown)
-    if n == 0:
-        return
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    plt.close('all')
-    plt.style.use('tableau-colorblind10')
-    marked = plt.rcParams['axes.prop_cycle'] + plt.cycler(marker=list('osD^vXP*<>'))   # for grey print
-    rounds = plt.cycler(linestyle=['-', '--', ':', '-.'], fillstyle=['full', 'none', 'left', 'right'])
-    looks = rounds * marked
-    plt.rcParams.update({'font.size': 12, 'axes.prop_cycle': looks, 'axes.formatter.min_exponent': 3})
-    figure, [axes] = plt.subplots(1, n, figsize=(7.5 * n, 4.5), squeeze=False, layout='constrained')
-    forms = {}                      # in order
-    for _, rows in shown:
-        forms |= dict.fromkeys(column(rows, 'form'))
-    labels = {'ours': suite.figure, 'form': '', 'T': 'tokens'}
-    if labels['ours'] in IN_PERCENT:
-        labels['ours'] += ', %'
-    for (panel, rows), ax in zip(shown, axes):
-        if panel.y == 'form':
-            draw_ranges(ax, rows)
-        else:
-            draw_lines(ax, panel, rows, forms)
-        ax.set(title=panel.title.format_map(vars(args)), xlabel=labels.get(panel.x, panel.x),
-               ylabel=labels.get(panel.y, panel.y))
-    path = f'{args.out}/{suite.name}.png'
-    figure.savefig(path, dpi=110)
-    print(f'picture: {path}')
-
-
-def draw_lines(axes, panel, rows, forms):
-    """Plot a line per form, in colours for colour-blind readers. Hollow points are the paper's. forms: those
-    of all panels, so that a form looks the same in each panel"""
-    if panel.x in LOGARITHMIC:
-        axes.set_xscale('log', nonpositive='mask')
-    if panel.y in LOGARITHMIC:
-        axes.set_yscale('log', nonpositive='mask')
-    for form in forms:
-        points = [row for row in rows if row['form'] == form]
-        x = column(points, panel.x)
-        label = form if points else '_'                 # not in the legend
-        apart = max(1, len(x) // 16)
-        [line] = axes.plot(x, column(points, panel.y), label=label, markersize=5, markevery=apart)
-        if panel.x == 'S':
-            axes.plot(x, column(points, 'paper'), line.get_marker(), color=line.get_color(), fillstyle='none')
-    axes.legend(loc='center left', bbox_to_anchor=(1, 0.5), fontsize=9, frameon=False)
-    ticks = sorted(set(column(rows, panel.x)))
-    if panel.x in LOGARITHMIC and len(ticks) <= 8:
-        shown = [x for x, after in itertools.pairwise([*ticks, math.inf]) if after > 1.2 * x]
-        axes.set_xticks(shown, [f'{t:,}' for t in shown])                   # closer labels overlap
-        axes.set_xticks([], minor=True)
-
-
-def draw_ranges(axes, rows):
-    """Plot a bar per form: the range over seeds, with a point at the median."""
-    forms = column(rows, 'form')
-    axes.hlines(forms, column(rows, 'least'), column(rows, 'most'))
-    axes.plot(column(rows, 'ours'), forms, 'o')
-    axes.tick_params(axis='y', labelsize=9)
-    axes.invert_yaxis()
 
 
 # ---- suites of commands: a line of the table is a run of train.py or convert.py ----------------------------
@@ -294,7 +93,8 @@ def a_run(args, suite, form, file, flags, seed):
         if name == '--data' and value:
             reads.append(os.path.basename(prepare.place(value)))
         elif name in ('--init', '--from'):
-            reads.append(weights_digest(*load(value)))
+            model, meta = load(value)
+            reads.append(weights_digest(model, meta))
     key = {'file': file, 'flags': flags, 'seed': seed, 'reads': reads}
     result = once(args, suite, form, run_command, **key)
     if suite.from_checkpoint:
@@ -339,8 +139,11 @@ def a_line(args, suite, way, form, seed):
     more = max(1, int(steps * way.more))
     if begins == 'converted':
         flags = f'{line.flags} {data} {way.how} {way.convert}'
-        first = more // line.distils if line.distils else 0
-        return run_convert(args, suite, name, softmax['path'], flags, first, more - first, seed)
+        first = 0
+        if line.distils:
+            first = more // line.distils
+        rest = more - first
+        return run_convert(args, suite, name, softmax['path'], flags, first, rest, seed)
     flags = f'--init={shlex.quote(softmax["path"])} {data} {way.how}'
     result = run_train(args, suite, name, flags, more, seed)
     return {**result, 'recovered': 100 * result['accuracy'] / softmax['accuracy']}
@@ -368,11 +171,13 @@ def over_seeds(results, key, *beside):
     """Columns of the table for the runs of a line: median and range of a figure, the minutes, and the medians
     of the keys `beside`, if the runs have them."""
     values = column(results, key)
-    row = {'ours': statistics.median(values), 'least': min(values), 'most': max(values),
-           'minutes': sum(column(results, 'minutes'))}
+    row = {'ours': statistics.median(values), 'least': min(values), 'most': max(values)}
+    row['minutes'] = sum(column(results, 'minutes'))
     for name in beside:
         found = [result[name] for result in results if result.get(name) is not None]
-        row[name] = statistics.median(found) if found else None
+        row[name] = None
+        if found:
+            row[name] = statistics.median(found)
     return row
 
 

@@ -11,7 +11,8 @@ time for the next token, convert.py with --recipe=t2r what a real model recovers
 import torch
 
 from data import prepare, vocabulary
-from papers.harness import DELTA, Line, Suite, Way, chosen, conversions, from_nothing, runs, task_rows
+from papers.harness import runs, task_rows
+from papers.suites import DELTA, Line, Suite, Way, chosen, conversions, from_nothing
 
 
 @torch.inference_mode()

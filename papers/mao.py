@@ -8,7 +8,8 @@ for all rules, and grow for attention; `decode` in bench.py has it. The table of
 hand. `grid` fills one of our own, from scratch and converted, with sizes of T2R's map beside them (Kasai
 2021).
 """
-from papers.harness import Line, Suite, Way, bits, runs
+from papers.harness import bits, runs
+from papers.suites import Line, Suite, Way
 
 GRID_ROWS = 256             # rows of the validation text on which the grid is compared
 

@@ -24,8 +24,9 @@ from common.watch import through
 from common.weights import state_bytes
 from data import prepare, tasks, vocabulary
 from model import load
-from papers.harness import (Panel, Suite, Way, a_line, a_text, chosen, from_nothing, model_and_rows,
-                            once, only, over, over_seeds, softmax_model, task_rows, tokens_a_row, ways_of)
+from papers.harness import (a_line, a_text, model_and_rows, once, over_seeds, softmax_model, task_rows,
+                            tokens_a_row, ways_of)
+from papers.suites import Panel, Suite, Way, chosen, from_nothing, only, over
 
 SHARES = 64, 32, 16, 8, 4, 2, 1         # the cache is 1 / this of a row
 EVICTING = 'random', 'window', 'sink', 'h2o', 'tova-head', 'tova'

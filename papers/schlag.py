@@ -22,8 +22,8 @@ import convert
 import fastweight
 from common.watch import through
 from model import FastWeights
-from papers.harness import (DELTA, Panel, Suite, Way, bits, column, from_nothing, memory_of, model_and_rows,
-                            once, only, over, over_seeds, runs)
+from papers.harness import bits, memory_of, model_and_rows, once, over_seeds, runs
+from papers.suites import DELTA, Panel, Suite, Way, column, from_nothing, only, over
 
 
 # ---- suites capacity, update: how much a matrix of fast weights holds. Section 6.1 -------------------------

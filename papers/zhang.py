@@ -19,8 +19,8 @@ import torch
 
 from common.watch import kl, through
 from model import load
-from papers.harness import (DELTA, Line, Panel, Suite, Way, a_text, chosen, column, conversions, from_nothing,
-                            only, run_convert, runs, softmax_model, tokens_a_row)
+from papers.harness import a_text, run_convert, runs, softmax_model, tokens_a_row
+from papers.suites import DELTA, Line, Panel, Suite, Way, chosen, column, conversions, from_nothing, only
 
 
 # ---- suites monotone, transfer: maps that imitate the attention of a trained model -------------------------
