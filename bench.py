@@ -19,6 +19,7 @@ from functools import lru_cache, partial
 import torch
 import torch.nn.functional as F
 
+import caches
 import fastweight
 import kernels
 from common.errors import script
@@ -26,7 +27,8 @@ from common.flags import flag, hint, parse
 from common.machine import pick_device, pick_dtype
 from common.weights import state_bytes
 from fastweight import l2
-from model import GPT, Config, chosen_texts, sample
+from common.weights import chosen_texts
+from model import GPT, Config, sample
 from papers import beyond, kasai, mao, oren, schlag, zhang
 from papers.harness import memory_of
 from papers.report import report_suite
@@ -292,7 +294,7 @@ COSTS = {suite.name: suite for suite in [
         'train', 'a recurrence forward and backward over T: our forms and attention', over_lengths,
         'lengths heads head_dim batch dtype',
         {'lengths': '256,1024,4096', 'heads': 4}, {'lengths': '256,1024,4096,16384', 'heads': 4},
-        {'attention': partial(a_training_step, 'softmax', fastweight.softmax),
+        {'attention': partial(a_training_step, 'softmax', caches.softmax),
          'sum / n': partial(a_training_step, 'sum / n', partial(kernels.chunked, normalise=True)),
          **{rule: partial(a_training_step, rule, kernels.chunked)
             for rule in ('sum', 'decay', 'delta', 'gated_delta', 'kda', 'two-sided delta')},

@@ -43,6 +43,7 @@ import math
 import os
 import re
 import sys
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,21 +51,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import models
+import train
 from common import files
-from common.errors import script
-from common.flags import briefly, by_layer, flag, parse, plural, refuse, subset, typed
-from common.machine import commit, pick_device, take_threads
+from common.errors import Stop, script
+from common.flags import briefly, by_layer, flag, idle, parse, plural, refuse, subset, typed
+from common.machine import commit, logits_at_once, pick_device, take_threads, tokens_at_once
 from common.terminal import progress, table
-from common.watch import compared, has_weights, through
 from common.weights import read_tensors, state_bytes, weights_digest
 from data import prepare
-from data.kinds import Data
+from data.rows import TASK_ROWS, predict, products_in, rows_of
 from fastweight import RULES
 from hub.folders import to_folder
-from model import GPT, SOURCE_RULES, Config, Cross, Undrawn, bias_of, cannot_train, fill, idle, load, save
-from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, Rows, adamw, blocks, cut_log,
-                   is_large, log_of, logits_at_once, next_command, pack_optimiser, predict, products_in, rows,
-                   say, score, tell, tell_step, tokens_at_once, training, unpack_optimiser)
+from look.watch import compared, has_weights, through
+from memory import bias_of
+from model import load, save
+from models.files import Undrawn, fill, overflow_of, whole_config
+from models.hybrid import HybridConfig
+from runs.log import (cut_log, log_of, next_command, pack_optimiser, say, tell, tell_step,
+                      unpack_optimiser)
+from runs.starts import PRETRAINED_LR, PRETRAINED_ROW, SMALL, is_large
+from train import LR, SLOW, adamw, begin_step, evaluate, lr_at, take_step
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -142,7 +149,7 @@ class Args:
     threads: int = flag(None, 'CPU threads; default: the fastest, by trial', low=1, high=1024)
 
 
-StudentFlags = subset(Config, 'layers', 'phi', 'norm', 'out_norm', 'beta_max', 'gate_rank', 'cache', 'sinks',
+StudentFlags = subset(HybridConfig, 'layers', 'phi', 'norm', 'out_norm', 'beta_max', 'gate_rank', 'cache', 'sinks',
                  'overflow', 'positions', rule=flag('sum', 'what replaces softmax', RULES))
 HELP = '\n'.join([
     __doc__ or '',
@@ -156,11 +163,11 @@ HELP = '\n'.join([
 
 # ---- the swap ----------------------------------------------------------------------------------------------
 def swap(teacher, changes, places=ATTENTIONS):
-    """Make a GPT with other rules, which shares the teacher's weights until they are trained -> the student,
+    """Make a model with other rules, which shares the teacher's weights until they are trained -> the student,
     names of its new parameters. changes: flags of `StudentFlags`; places: of a translator, which to swap"""
     old = teacher.config
-    pos = 'rope' if old.turns() else old.pos                # W_q and W_k were learned with rope: keep it
-    student = GPT(dataclasses.replace(old, pos=pos, **rules_after(old, changes, places)))
+    pos = 'rope' if old.has_rope() else old.pos             # W_q and W_k were learned with rope: keep it
+    student = models.changed(teacher, pos=pos, **rules_after(old, changes, places))
     twins = student.mixers()
     for name, mixer in teacher.mixers().items():
         memory = mixer.memory
@@ -169,8 +176,8 @@ def swap(teacher, changes, places=ATTENTIONS):
         if memory.rule.matrix and not stays:
             raise ValueError(f'{name} of the teacher has fast weights already, with --phi={memory.map} '
                              f'--norm={memory.norm}, which are flags of all layers: give these')
-    if student.config.all_rules == old.all_rules:
-        raise ValueError(f'layers stay {briefly(old.all_rules)}: nothing would change; take another '
+    if student.config.every_rule() == old.every_rule():
+        raise ValueError(f'layers stay {briefly(old.every_rule())}: nothing would change; take another '
                          '--rule, --layers or --swap')
     missing, extra = fill(student, teacher.state_dict(),
                           'the teacher\'s weights do not fit these rules and maps',
@@ -194,28 +201,30 @@ def rules_after(old, changes, places):
     rules = {'layers': ','.join(layers)}
     if len(set(layers)) == 1:
         rules = {'rule': layers[0], 'layers': ''}
-    for place, field, name in zip(('encoder', 'cross'), ('encoder_rule', 'cross'), old.source_rules):
-        swaps = place in places and name == 'softmax' and rule in SOURCE_RULES
+    of_source = getattr(old, 'source_rules', ())            # a translator's
+    for place, field, name in zip(('encoder', 'cross'), ('encoder_rule', 'cross'), of_source):
+        swaps = place in places and name == 'softmax' and not RULES[rule].bounded
         rules[field] = rule if swaps else name
     return {**rules, **changes}
 
 
 @torch.no_grad()
-def begin_as(teacher, student, x):
+def begin_as(teacher, student, x, pad=None):
     """Initialise new parameters from the teacher's attention on the tokens x (B, T): slots as clusters of its
     keys, gates by how far back the heads look (`remember`) and, beside a cache, the weight of the keys that
     only the matrix has (`balance`)."""
-    for seen in through(teacher, x):
+    for seen in through(teacher, x, pad):
         twin = student.get_submodule(seen.name)
         memory = twin.memory
-        matrix = memory.overflow or memory
+        beside = getattr(memory, 'overflow', None)
+        matrix = beside or memory
         swapped = seen.mixer.memory.rule.keeps              # the teacher has softmax there
         if seen.crosses or not (swapped and matrix.rule.matrix):        # positions of two texts: no distance
             continue
         if hasattr(matrix.phi, 'begin'):
             matrix.phi.begin(seen.seen_by(twin)[1])
-        remember(seen, matrix.gates, beside_cache=memory.overflow is not None)
-        if memory.overflow is not None:
+        remember(seen, matrix.gates, beside_cache=beside is not None)
+        if beside is not None:
             balance(seen, twin)
 
 
@@ -261,7 +270,7 @@ def balance(seen, twin):
     in_matrix = F.one_hot(pos + 1, len(pos) + 1)[:, 1:].cumsum(0) > 0           # (T, T): key s at step t
     scores = seen.scores.masked_fill(~in_matrix, -math.inf)
     wanted = scores.logsumexp(-1)                           # (B, H, T)
-    _, mass, _ = memory.overflow.take(*memory.truly_turned(q, went), {})
+    _, mass, _ = memory.overflow.write_evicted(*memory.at_true_positions(q, went), {})
     steps = in_matrix.any(-1)                               # those with keys in the matrix
     log_mass = mass.mean(-1)[:, :, steps].clamp(min=1e-30).log()
     ratio = (wanted[:, :, steps] - log_mass).mT.flatten(0, 1)           # (steps, H)
@@ -319,11 +328,7 @@ def mismatch(kind, seen, student):
     if seen.real is not None:
         real = seen.real
     if kind == 'hidden':
-        block = student.get_submodule(seen.layer)
-        state = {}                                          # starts empty
-        if block.cross is not None:
-            state['cross'] = block.cross.write(seen.source, seen.encoder_real)
-        error = block(seen.x, state, 0, seen.encoder_real)[0] - seen.y
+        error = seen.result_of(student.get_submodule(seen.layer)) - seen.y
         return error.square().mean(-1)[real].mean()
     if kind == 'ce':
         a = seen.weights(seen.mixer)
@@ -347,7 +352,7 @@ def distil(run, teacher, student, names, kind, steps, lr):
         for i in range(data.accum):
             x, _ = data.batch(begin, i)
             with torch.no_grad(), products_in(data.dtype, data.device):
-                for seen in through(teacher, x):
+                for seen in through(teacher, x, data.padding):
                     if seen.name not in compared_by:
                         continue
                     with torch.enable_grad():
@@ -358,8 +363,8 @@ def distil(run, teacher, student, names, kind, steps, lr):
     unshare(student, names)
     for name, p in student.named_parameters():
         p.requires_grad_(name in names)
-    mixers = [name for name, mixer in teacher.mixers().items()          # hidden compares a block at once
-              if kind != 'hidden' or not isinstance(mixer, Cross)]
+    mixers = [name for name in teacher.mixers()             # hidden compares a block at once
+              if kind != 'hidden' or not name.endswith('.cross')]
     compared_by = set()                                     # those in whose layer something learns
     for mixer in mixers:
         layer = f'{mixer.rpartition(".")[0]}.'
@@ -413,12 +418,27 @@ def merge_lora(adapted):
         del linear.lora
 
 
+def divergences(model, teacher, data, step):
+    """Like train.losses, but KL(teacher || model) where there are targets"""
+    begin = data.starts(step)
+    share = data.targets(begin)
+    for i in range(data.accum):
+        x, y = data.batch(begin, i)
+        logits, _, _ = data.predict(model, x, y)
+        with torch.no_grad():
+            wanted, _, _ = data.predict(teacher, x, y)
+            wanted = wanted.log_softmax(-1)
+        yield F.kl_div(logits.log_softmax(-1), wanted, reduction='sum', log_target=True) / share
+
+
 def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()):
     """Stage 2 and the controls: train on the targets or, with a teacher, on its distribution at the same
     positions, KL(teacher || model). All weights learn. With lora > 0, only LoRA of that rank and the
     parameters in `new` learn. after: steps of the stage before, so that other rows are drawn."""
     def losses(step):
-        return run.data.losses(model, [None] * run.data.accum, after + step, teacher)
+        if teacher is None:
+            return train.losses(model, run.data, [None] * run.data.accum, after + step)
+        return divergences(model, teacher, run.data, after + step)
 
     torch.manual_seed(run.args.seed)                        # for LoRA's A
     adapted = []
@@ -436,7 +456,7 @@ def can_fold(model):
     c = model.config
     folding = [mixer.memory for mixer in model.mixers().values() if mixer.memory.rule.keeps != 'all']
     is_t2r = c.phi.partition(':')[0] in ('t2r', 't2r-scaled')
-    between = c.turns() or c.qk_norm or c.qkv_conv
+    between = c.has_rope() or getattr(c, 'qk_norm', False) or getattr(c, 'qkv_conv', 0)
     if not is_t2r or between or {memory.rule.keeps for memory in folding} != {None}:
         raise ValueError('--fold needs --phi=t2r where softmax was, and no rope, norm or convolution between '
                          'W_q and phi')
@@ -454,7 +474,7 @@ def composed(phi, linear):
 
 @torch.no_grad()
 def fold(model):
-    """Multiply T2R's map phi(x) = relu(W x + b) into the projections -> a GPT with phi = relu. The features
+    """Multiply T2R's map phi(x) = relu(W x + b) into the projections -> a model with phi = relu. The features
     of q are relu((W W_q) x + (W b_q + b)), those of k likewise. This is exact. A head then has m channels of
     q and k, its features, and d of v. Kasai 2021. t2r-scaled reads q / sqrt(d), so we also scale
     W_q and b_q by d^(-1/2)."""
@@ -474,8 +494,7 @@ def fold(model):
         linear = torch.cat([composed(phi, q), composed(phi, k), v])
         tensors[f'{name}.qkv.weight'] = linear[:, :-1]
         tensors[f'{name}.qkv.bias'] = linear[:, -1]
-    changes = {'phi': 'relu', 'bias': True, 'key_dim': m}
-    folded = GPT(dataclasses.replace(model.config, **changes)).to(model.embed.weight).eval()
+    folded = models.changed(model, phi='relu', bias=True, key_dim=m).to(model.embed.weight).eval()
     for name, x in folded.state_dict().items():             # shares memory with the parameters
         if name.endswith('.bias'):
             x.zero_()
@@ -495,7 +514,7 @@ def logits_along(model, x, y, what, dtype):
         if t == 0:
             state = None
         piece = slice(i, i + at_once), slice(t, t + segment)
-        logits, targets, state = predict(model, x[piece], y[piece], state, Data(), dtype)
+        logits, targets, state = predict(model, x[piece], y[piece], state, dtype)
         yield piece, logits, targets
 
 
@@ -551,9 +570,8 @@ def recovered(gain):
 
 def cached_by(model, rules, **changes):
     """The same weights with other rules, which cache, and other flags of Config"""
-    config = dataclasses.replace(model.config, layers=','.join(rules), **changes)
     with Undrawn():
-        other = GPT(config)
+        other = models.changed(model, layers=','.join(rules), **changes)
     fill(other, model.state_dict(), 'other weights', assign=True)
     return other.to(model.embed.weight.device).eval()       # buffers, too
 
@@ -562,29 +580,29 @@ def caches(teacher, student):
     """The teacher with limited caches, to compare with -> names, models: the cache that stands beside the
     student's matrix alone, and caches of as many bytes as all that the student keeps."""
     c = student.config
-    if not c.causal or c.source:
+    if student.task != 'complete':
         return
+    near = {'positions': c.positions} if getattr(c, 'positions', 'true') != 'true' else {}
     new = [rule != before for rule, before in zip(c.rules, teacher.config.rules)]
     state = student.read(torch.zeros(1, 1, dtype=torch.long, device=student.embed.weight.device))
     kept = [sum(x.nbytes for x in layer['mixer'].values()) for layer in state['layers']]
-    _, heads, _, width, _ = c.heads('softmax')
-    a_token = heads * (2 * 4 * width + 12)                  # key, value, position, sum of weights
+    heads = getattr(c, 'n_kv_head', 0) or c.n_head
+    a_token = heads * (2 * 4 * c.width_of_head() + 12)      # key, value, position, sum of weights
     size = max((bytes for bytes, swapped in zip(kept, new) if swapped), default=0) // a_token
-    if c.overflow and c.cache:
-        yield f'{c.cache} cached, no matrix', cached_by(teacher, c.rules, cache=c.cache, sinks=c.sinks,
-                                                        positions=c.positions)
+    if overflow_of(c) and c.cache:
+        yield f'{c.cache} cached, no matrix', cached_by(teacher, c.rules, cache=c.cache, sinks=c.sinks, **near)
     for policy in COMPARED if size > 0 else ():
         rules = [policy if swapped else rule for rule, swapped in zip(c.rules, new)]
         if (size, rules) != (c.cache, c.rules):
-            positions = c.positions if policy == 'sink' else 'true'     # others would be read step by step
-            model = cached_by(teacher, rules, cache=size, sinks=min(4, size - 1), positions=positions)
+            given = near if policy == 'sink' else {}        # others would be read step by step
+            model = cached_by(teacher, rules, cache=size, sinks=min(4, size - 1), **given)
             yield f'{size} cached by {policy}: as many bytes', model
 
 
 def bytes_after(model, T):
     """The bytes of a model's state after T tokens; None for an encoder or a translator. A cache without a
     limit grows by as much with every token."""
-    if not model.config.causal or model.config.source:
+    if model.task != 'complete':
         return None
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.embed.weight.device)
     one, two = (state_bytes(model.read(tokens[:, :n])) for n in (1, 2))
@@ -646,8 +664,8 @@ class Conversion:
         n = len(data.val)
         if self.of_text:
             n -= (n - (data.meta.bos is None)) % data.T     # whole rows
-        self.begin = blocks(n, data.T, data.meta, args.eval_rows)
-        self.x, self.y = rows(data.val, self.begin, data.T, data.meta, data.device)
+        self.begin = data.blocks(args.eval_rows, n)
+        self.x, self.y = data.rows(data.val, self.begin)
         self.by_row = {}                                    # of a text: each model's nats by row
         self.log = log_of(args)
         if not args.resume:
@@ -658,7 +676,7 @@ class Conversion:
         table. what: the model's name"""
         label = f'{what}, validation'
         if not self.of_text:
-            loss, right = self.data.evaluate(model, self.begin, label=label)
+            loss, right = evaluate(model, self.data, self.begin, label=label)
             row = {'perplexity': math.exp(min(loss, 80)), **right}
             return {**row, 'recovered': share(row, self.table[0] if self.table else row)}
         was_training = model.training
@@ -675,7 +693,7 @@ class Conversion:
         self.table.append({'model': name, **row, 'tokens': steps * self.tokens,
                            'state bytes': bytes_after(model, self.data.T)})
         if 'accuracy' in row:
-            text = score(self.data.meta, math.log(row['perplexity']), row)
+            text = self.data.score(math.log(row['perplexity']), row, self.begin)
         else:
             text = (f'perplexity {row["perplexity"]:.4g}, recovered {row["recovered"]:.1%} a token '
                     f'({row["low"]:.1%} to {row["high"]:.1%})')
@@ -683,8 +701,9 @@ class Conversion:
 
     def train_stage(self, stage, model, losses, steps, lr, new=(), parts=1):
         """Train one stage or control, from where a stopped conversion left it, on a CPU exactly. Parameters
-        in `new` get --faster times this lr. losses(step): as for `training`; the loss that is told is their
-        sum over `parts`. The model is judged every --eval_every steps; at the end `add_line` does that."""
+        in `new` get --faster times this lr. losses(step): yields the losses of a step; the loss that is told
+        is their sum over `parts`. The model is judged every --eval_every steps; at the end `add_line` does
+        that."""
         args = self.args
         path = f'{args.out}/stage-{re.sub("[^a-z0-9]+", "-", stage)}.safetensors'
         opt = adamw(model, lr, 0.0, new, args.faster)
@@ -695,18 +714,30 @@ class Conversion:
         if args.resume:
             cut_log(self.log, first, stage)
         times = []                                          # of the steps since the last line
-        for done, loss, norm, took, stops in training(model, opt, losses, first, steps, lr, 1.0, args.seed):
-            times.append(took)
-            saves = done % args.eval_every == 0 or done == steps
-            if saves or sum(times) > SLOW:
-                ms = 1e3 * sum(times) / len(times)
-                tell_step(self.log, self.data, steps, lr, done, loss / parts, norm, ms, stage=stage)
-                times.clear()
-            if saves or stops:
-                save(path, model, {**self.about, 'step': done}, pack_optimiser(model, opt), learned(model))
-            if saves and done < steps:
-                tell(self.log, stage=stage, step=done, tokens=done * self.tokens,
-                     **self.columns_of(model, stage))
+        done = first
+        with Stop() as stop:
+            for step in range(first, steps):
+                began = time.perf_counter()
+                rate = lr_at(step, steps, lr)
+                begin_step(opt, step, rate, args.seed)
+                loss, norm = take_step(model, opt, step, losses(step), 1.0)
+                times.append(time.perf_counter() - began)
+                done = step + 1
+                saves = done % args.eval_every == 0 or done == steps
+                stops = stop.asked
+                if saves or sum(times) > SLOW:
+                    ms = 1e3 * sum(times) / len(times)
+                    tell_step(self.log, self.data, steps, rate, done, loss / parts, norm, ms, stage=stage)
+                    times.clear()
+                if saves or stops:
+                    save(path, model, {**self.about, 'step': done}, pack_optimiser(model, opt),
+                         learned(model))
+                if saves and done < steps:
+                    tell(self.log, stage=stage, step=done, tokens=done * self.tokens,
+                         **self.columns_of(model, stage))
+                if stops:
+                    break
+            stop.if_asked(f'after step {done}, which is saved: --resume with this --out goes on')
         model.eval()
 
     def restore_stage(self, path, model, opt):
@@ -723,7 +754,7 @@ class Conversion:
         return meta['step']
 
 
-def controls(run, teacher, config, steps):
+def controls(run, teacher, cls, config, steps):
     """Run the controls, on the same rows and with as many steps as the student had in all. First the teacher
     learns the next token, at two rates; the larger one harms a converged teacher. The student is compared
     with the better one, as an undertrained teacher is easy to match. Then a student learns from scratch."""
@@ -737,7 +768,7 @@ def controls(run, teacher, config, steps):
         run.add_line(stage, twin, steps)
     tuned = max(run.table[-len(rates):], key=lambda row: row['recovered'] or 0)
     torch.manual_seed(run.args.seed)
-    anew = GPT(config).to(run.data.device)
+    anew = cls(config).to(run.data.device)
     finetune(run, 'control: from scratch', anew, steps, LR)
     run.add_line('control: student from scratch', anew, steps)
     for row in run.table:
@@ -769,7 +800,7 @@ def by_recipe(given, changes, teacher):
     alike = rule == kind['rule'] or {rule, kind['rule']} == {'window', 'sink'}
     if 'layers' in changes or not alike:                    # another rule: drop the recipe's map, norm, cache
         kind = {'rule': StudentFlags.rule}
-    if not teacher.config.turns():                          # learned positions stay where they are
+    if not teacher.config.has_rope():                          # learned positions stay where they are
         kind.pop('positions', None)
     changes = {**kind, **changes}
     rules = by_layer(changes.get('layers'), changes['rule'], teacher.config.n_layer)
@@ -777,7 +808,7 @@ def by_recipe(given, changes, teacher):
     near = large or bounded                                 # what begins near its teacher may not leave it
     lr = (PRETRAINED_LR if near else SWAP_LR) / teacher.config.n_embd
     flags = {'lr': lr, 'faster': Args.faster, **way, **own}
-    if teacher.config.classes:
+    if teacher.task == 'classify':
         flags['eval_rows'] = TASK_ROWS                      # each row has one target alone
     if near and given.get('lora'):
         flags['lr'] *= LORA_FASTER
@@ -823,8 +854,8 @@ def cannot_teach(args, config):
     """For `refuse`: what is wrong with the flags or with a teacher of this config."""
     yield set(args.swap.split(',')) - set(ATTENTIONS), (
         f'--swap={args.swap}: choose from {", ".join(ATTENTIONS)}')
-    yield not can_become_an_rnn(config.all_rules), (
-        f'{args.from_}: its layers are {briefly(config.all_rules)}; a teacher has softmax layers, and no '
+    yield not can_become_an_rnn(config.every_rule()), (
+        f'{args.from_}: its layers are {briefly(config.every_rule())}; a teacher has softmax layers, and no '
         'other cache: python train.py --rule=softmax --n_head=4 --out=out/softmax makes one')
     yield files.lies_in(args.from_, args.out), f'--out={args.out}: it holds the teacher; take another folder'
     layers = config.rules.count('softmax')
@@ -847,7 +878,7 @@ def untrained_student(args, changes, teacher, data):
     for each layer."""
     many = math.ceil(BEGIN / data.T)
     begin = np.concatenate([data.starts(step) for step in range(0, many, args.batch_size)])[:many]
-    x, _ = rows(data.train, begin, data.T, data.meta, data.device)
+    x, _ = data.rows(data.train, begin)
     places = args.swap.split(',')
     student, new = swap(teacher, changes, places)
     if args.keep:
@@ -857,7 +888,7 @@ def untrained_student(args, changes, teacher, data):
         changes['layers'] = ','.join('softmax' if i in kept else rule for i, rule in rules)
         student, new = swap(teacher, changes, places)
     config = student.config
-    refuse(cannot_train(config))
+    refuse(student.cannot_train(data.meta, args.steps))
     if any(RULES[rule].bounded for rule in config.rules) and config.cache >= data.T:
         raise ValueError(f'--cache={config.cache}: rows of {data.T} tokens never leave the cache, so nothing '
                          'would be learned; take a smaller --cache, or a longer --row')
@@ -865,11 +896,11 @@ def untrained_student(args, changes, teacher, data):
     if new and is_large(teacher):                           # then it takes a minute
         say(f'new parameters begin by how the teacher looks at {x.numel():,} tokens')
     if new:
-        begin_as(teacher, student, x)
+        begin_as(teacher, student, x, data.padding)
     return student, new
 
 
-def rows_of(args, meta, device):
+def data_of(args, meta, device):
     """-> the rows to train on and to judge by, and what the data is called"""
     like = dataclasses.replace(meta['data'], most=args.row)
     *sides, of_data, name = prepare.for_model(args.from_, {**meta, 'data': like}, args.data, args.row)
@@ -879,15 +910,15 @@ def rows_of(args, meta, device):
     T = of_data.row or args.row
     whole = args.batch_size * T * of_data.vocab_size <= logits_at_once(device)
     parts = 1 if whole else args.batch_size                 # all rows of a step at once, or one by one
-    return Rows(*sides, of_data, T, device, args.batch_size // parts, args.seed, parts,
-                dtype=getattr(torch, args.dtype)), name
+    return rows_of(*sides, of_data, T, device, args.batch_size // parts, args.seed, parts,
+                   dtype=getattr(torch, args.dtype)), name
 
 
 def both_stages(run, teacher, student, new, kind, distilled):
     """Stages 1 and 2, a line of the table after each -> what `compared` says: lines, one query"""
     args = run.args
     some = run.begin[:max(1, LOOK // run.data.T)]
-    texts = [rows(run.data.val, [begin], run.data.T, run.data.meta, run.data.device)[0] for begin in some]
+    texts = [run.data.rows(run.data.val, [begin])[0] for begin in some]
     run.add_line('swapped', student)
     layers, query = compared('swapped', teacher, student, texts)
     if distilled:
@@ -917,8 +948,8 @@ def in_one_text(run, name, teacher, student):
         return []
     parts = [(student, [0], n), (teacher, range(0, n, T), T)]
     student_nats, teacher_nats = (
-        nats_along(model, *rows(run.data.val, [*begin], length, run.data.meta, run.data.device),
-                   'one text', run.data.dtype) for model, begin, length in parts)
+        nats_along(model, *dataclasses.replace(run.data, T=length).rows(run.data.val, [*begin]), 'one text',
+                   run.data.dtype) for model, begin, length in parts)
     over = (student_nats.view(LONGER, T) - teacher_nats).mean(1).exp().tolist()
     say(f'{name} in one text of {n:,} tokens: perplexity over the teacher\'s in rows of {T}, row by row: '
         f'{", ".join(f"{x:.2f}" for x in over)}')
@@ -952,7 +983,7 @@ def main(argv):
     device = pick_device(args.device)
     teacher, meta = load(args.from_, device)
     if args.export:
-        to_folder(args.export, teacher.state_dict(), dataclasses.asdict(teacher.config), meta['data'])
+        to_folder(args.export, teacher.state_dict(), whole_config(teacher.config), meta['data'])
         say(f'{args.export}: transformers reads this folder, and so does --from')
         return
     if not args.resume:
@@ -962,7 +993,7 @@ def main(argv):
     take_threads(args.threads, device, functools.partial(teacher.first_layer, 1, 128))
     args.threads = torch.get_num_threads()                  # the last bits depend on it; --resume keeps it
     beside = list(models_beside(args.beside, args.from_, meta['data'], device))
-    data, name = rows_of(args, meta, device)
+    data, name = data_of(args, meta, device)
     torch.manual_seed(args.seed)
     student, new = untrained_student(args, changes, teacher, data)
     if args.fold:
@@ -988,7 +1019,7 @@ def main(argv):
         over_best = over_the_best(run.by_row, run.table[-1]['model'], others)
         say('row by row, perplexity over that of the best of the others, '
             '{}: {:.3f} ({:.3f} to {:.3f})'.format(*over_best))
-    plain = student.config
+    plain = type(student), student.config
     if args.fold:
         student = fold(student)
     save(f'{args.out}/ckpt.safetensors', student,
@@ -1002,7 +1033,7 @@ def main(argv):
         if model is not student:
             run.add_line(form, model, distilled + args.steps)
     if args.controls and args.steps:
-        controls(run, teacher, plain, distilled + args.steps)
+        controls(run, teacher, *plain, distilled + args.steps)
 
     print()
     table(run.table)

@@ -1,4 +1,4 @@
-"""Fast weights: the definition of every update rule, feature map and cache policy of this project.
+"""Fast weights: the definition of every update rule and feature map of this project.
 
 A network has slow weights, which training changes. It may also have fast weights, which it writes itself
 while it reads a text (Schmidhuber 1991, 1992). Here each head keeps a matrix S of fast weights. At each step
@@ -28,10 +28,10 @@ disturbed. All rules that keep a matrix are settings of one equation:
 
 D is S after forgetting. f and e have an entry per channel of the key, z and w per channel of the value. S
 keeps its size however many steps are read, so a model of such layers is an RNN. This file has the equation
-(`recurrent` is the definition, `chunked` computes the same with matrix products), softmax attention with a
-cache that grows (`softmax`) or is limited (`bounded`), the feature maps and normalisers for q and k
-(`FEATURE_MAPS`, `NORMALISERS`), and the gates f, z, w, e of each known model (`RULES`). The layer around it
-is in model.py.
+(`recurrent` is the definition, `chunked` computes the same with matrix products), the feature maps and
+normalisers for q and k (`FEATURE_MAPS`, `NORMALISERS`), and the gates f, z, w, e of each known model
+(`RULES`). The other kind of state, a cache of keys and values, is in caches.py; the layer around both in
+memory.py and model.py. papers/__init__.py lists the papers.
 
 name          shape           meaning                         the papers' letter
 B H T         sizes           batch, heads, time steps
@@ -46,13 +46,6 @@ write         (B, H, T, V|1)  w_t, along the values           beta (Schlag), 1 -
 erase         (B, H, T, K|1)  e_t, along the keys             beta (Schlag), b (GDN-2)
 o             (B, H, T, V)    output: what the query reads    y
 K|1, V|1: one number per channel, or one per head. With one per head, write and erase may also be (B, H, T).
-
-Sources: Katharopoulos 2020 (arXiv:2006.16236), Peng 2021 RFA (2103.02143), Schlag 2021 (2102.11174), Kasai
-2021 T2R (2103.13076), Choromanski 2021 FAVOR+ (2009.14794), Mao 2022 (2210.04243), Zhang 2024 Hedgehog
-(2402.04347), Oren 2024 TOVA (2401.06104); Qin 2022 cosFormer (2202.08791), Sun 2023 RetNet (2307.08621), Yang
-2023 GLA (2312.06635), Arora 2024 Based (2402.18668), Yang 2024 DeltaNet (2406.06484), gated DeltaNet
-(2412.06464), Kimi 2025 KDA (2510.26692), Dao 2024 Mamba-2 (2405.21060), Hatamizadeh 2026 gated DeltaNet-2
-(2605.22791), Zhang 2023 H2O (2306.14048), Xiao 2023 StreamingLLM (2309.17453).
 """
 import contextlib
 import math
@@ -125,8 +118,7 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     return finish(torch.stack(o, 2), normalise, floor, dtype), S
 
 def refuse_mean(write, erase, log_z):
-    """ValueError where o / (n.q), n the sum of the keys, would not be a weighted average of the values. (For
-    the delta rule --norm=attn means something else, see FastWeights.divided_by_keys in model.py.)"""
+    """ValueError where o / (n.q), n the sum of the keys, would not be a weighted average of the values."""
     if erase is not None:
         raise ValueError('normalise with erase: erasing makes weights negative, so their sum n.q may be <= 0')
     vectors = {'write': write, 'log_z': log_z}
@@ -213,13 +205,13 @@ def finish(o, normalise, floor, dtype):
 #    The rows of S_m get exp(c_m), those of S' get exp(c_C - c_m). The term r S_m^T needs no factor: what the
 #    key finds is read with exp(c - c_m) and written with exp(c_m - c), and these cancel.
 #
-# Why at most 16 steps in a chunk whose channels decay here, but 32 in kernels.py? A step is at most 8 steps
-# away from the middle. At -5 per step its factors stay within exp(+-40). If keys and values both decay, U^T x
-# has a key's factor times a value's: up to exp(80), and fp32 ends at exp(88). kernels.py brings both to the
+# Why at most 16 steps in a chunk whose channels decay here, but 32 in fast/chunks.py? A step is at most 8
+# steps away from the middle. At -5 per step its factors stay within exp(+-40). If keys and values both decay,
+# U^T x has a key's factor times a value's: up to exp(80), and fp32 ends at exp(88). fast/ brings both to the
 # chunk's end, where they are at most 1, before it multiplies them, and its backward has no gradient of a
 # factor. (With decay on one side only, 32 steps are safe here, too: what is inf above the diagonal is masked.
 # In 64, a factor itself may be inf and its partner 0, and inf * 0 is NaN.) So a channel keeps at least e^-5
-# per step, in layers, too (`Gates` in model.py), as in GLM-5.3, Ling, flash-linear-attention's `safe_gate`.
+# per step, in layers, too (`Gates` in memory.py), as in GLM-5.3, Ling, flash-linear-attention's `safe_gate`.
 DECAYING = 16
 
 def head_and_channels(log_f, log_z):
@@ -258,7 +250,7 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     """`recurrent` in matrix products, chunk after chunk: same results, any T >= 1, except that a channel's
     log-decay counts as at least LOG_MIN = -5 per step, and has no gradient below. Then C <= 16, too.
     O(T (C (K + V) + K V)): short chunks need less arithmetic, long chunks make fewer and larger products.
-    Letters as above and in kernels.py."""
+    Letters as above and in fast/chunks.py."""
     dtype = v.dtype
     q, k, v, w, e, log_f, log_z, S = filled(q, k, v, write, erase, log_f, log_z, S, normalise)
     log_h, log_f, log_z = head_and_channels(log_f, log_z)
@@ -287,263 +279,6 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     return finish(torch.cat(o, 2), normalise, floor, dtype), S
 
 
-# ---- write all, then read ----------------------------------------------------------------------------------
-# First write all steps into S, then let every query read the same S: o_t = S q_t. If the queries come from
-# the text that was written, this is an encoder: each step sees the whole text. If they come from another
-# text, it is cross attention. The decoder then reads from a state of fixed size.
-
-def in_any_order(erase, log_f, log_z):
-    """Whether nothing is forgotten or erased. S is then a plain sum, in which the order does not matter."""
-    return erase is None and log_f is None and log_z is None
-
-@full_precision
-def write_all(k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, form=chunked):
-    """S after all steps, (B, H, V, K). Arguments as for `recurrent`; `form` computes the recurrence. If the
-    order of the steps does not matter, S + sum_t w_t v_t k_t^T is one product."""
-    if in_any_order(erase, log_f, log_z):
-        _, k, v, w, _, _, _, S = filled(k, k, v, write, erase, log_f, log_z, S, normalise)
-        return S + (w * v).mT @ k
-    return form(k, k, v, write, erase, log_f, log_z, S, normalise)[1]
-
-@full_precision
-def read_all(q, S, normalise=False, floor=FLOOR):
-    """o_t = S q_t for any number of queries. q (B, H, T, K)  ->  (B, H, T, V)"""
-    return finish(q.to(S.dtype) @ S.mT, normalise, floor, q.dtype)
-
-def where_real(real, v, gates):
-    """Gates for a text with padding. real (B, T) is false where a step is padding. Such a step writes and
-    erases with strength 0 and forgets nothing, so it leaves S alone. v (B, H, T, V)"""
-    real = real[:, None].to(v.dtype)
-    masked = {'write': real.expand(v.shape[:3])}
-    for name, x in gates.items():
-        if x is not None:
-            masked[name] = x * (real if x.dim() == 3 else real[..., None])
-    return masked
-
-@full_precision
-def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
-            real=None, form=chunked):
-    """`recurrent` for an encoder: same arguments, but each step reads what all steps have written. real
-    (B, T) says which steps are not padding (None: all). `form` computes the recurrence.
-
-    If steps are forgotten or erased, their order matters, so the text is read in both directions. The output
-    is S_t q_t, from the steps up to t, plus D_t q_t of the reversed text. D_t is read before step t is
-    written, so each step counts once. Numerators and denominators are added separately, then divided."""
-    dtype = v.dtype
-    gates = {'write': write, 'erase': erase, 'log_f': log_f, 'log_z': log_z}
-    if real is not None:
-        gates = where_real(real, v, gates)
-    if in_any_order(erase, log_f, log_z):
-        S = write_all(k, v, gates['write'], S=S, normalise=normalise)
-        return read_all(q, S, normalise, floor), S
-    decays = gates.get('log_f'), gates.get('log_z')
-    _, _, v, _, _, log_f, log_z, S = filled(q, k, v, write, erase, *decays, S, normalise)
-    o, S = form(q, k, v, **gates, S=S)
-    reversed_text = {name: x.flip(2) for name, x in {'k': k, 'v': v, **gates}.items() if x is not None}
-    next_q = (log_f.exp() * q).flip(2).roll(-1, 2)          # D_t q_t = z_t * (S_{t+1} (f_t * q_t))
-    later, _ = form(next_q, **reversed_text)
-    later = F.pad(later.flip(2)[:, :, 1:], (0, 0, 0, 1))    # nothing follows the last step
-    return finish(o + log_z.exp() * later, normalise, floor, dtype), S
-
-
-# ---- the other kind of state: a cache of key/value pairs ---------------------------------------------------
-# Heads may share keys and values (Ainslie 2023, arXiv:2305.13245): q has H heads, k and v have G, and each of
-# these serves H / G heads of q that stand side by side. A cache keeps G of them.
-def for_heads(x, H):
-    """Repeat what groups of heads share, x (B, G, ..), for each of their heads -> (B, H, ..)"""
-    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
-
-def longer(x, new):
-    """A cache x (B, G, T0, d) and the steps behind it, new (B, G, T, d) -> (B, G, T0 + T, d)"""
-    return torch.cat([x, new], 2)
-
-def softmax(q, k, v, cached=None, longer=longer):
-    """Softmax attention with the same interface. Its state is the cache of all keys and values, and it grows.
-    q (B, H, T, d)   k, v (B, G, T, d)   cached None or dict(k, v) of T0 tokens -> o, dict(k, v) of T0 + T
-    longer: kernels.longer does the same without copying"""
-    if cached is not None:
-        k = longer(cached['k'], k)
-        v = longer(cached['v'], v)
-    T = q.shape[2]
-    T_all = k.shape[2]
-    mask = None
-    if 1 < T < T_all:
-        mask = q.new_ones(T, T_all, dtype=torch.bool).tril(T_all - T)
-    causal = T == T_all > 1
-    return attention(q, k, v, mask, is_causal=causal), dict(k=k, v=v)
-
-def attention(q, k, v, mask=None, **how):
-    """PyTorch's attention. On a GPU, its fast forms take shared heads only for a single query."""
-    H, T = q.shape[1:3]
-    if T > 1:
-        k, v = for_heads(k, H), for_heads(v, H)
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=k.shape[1] < H, **how)
-
-def softmax_of_all(q, k, v, real=None):
-    """`softmax` for an encoder: each step sees all steps except padding. real (B, T) or None"""
-    mask = None
-    if real is not None:
-        mask = real[:, None, None]
-    return attention(q, k, v, mask), dict(k=k, v=v)
-
-def of_layer(a):
-    return a.mean(1, keepdim=True).expand_as(a)
-
-def newest_half(worth, pos, t, cache):
-    """The worth, but the newest half of the cache stays."""
-    return worth.masked_fill(pos > t - cache // 2, math.inf)
-
-# A transformer is an RNN whose state, the cache of key/value pairs, grows. Limit the cache to `cache` tokens
-# and the state has a fixed size (Oren 2024 sec. 3). A step sees the cached tokens and its own. If the cache
-# was full, the token of least worth is then evicted; in a tie, the oldest. A policy computes the worth
-# (B, G, tokens) from a, the attention weights of this step; total, the sum of a token's weights since it
-# entered the cache; pos, the tokens' positions; v, their values; t, the position of this step. Heads that
-# share keys decide together: a is the sum of their weights. `of_layer` averages over all heads. `mean`
-# divides total by the token's age in steps, and `mean-v` also multiplies by the length of its value. `random`
-# is a fixed hash, the same on every machine. In the code, `cached` is the cache, a dict of tensors with one
-# entry per cached token. A new policy needs a line here and one in RULES.
-POLICIES = {
-    'window': lambda a, total, pos, v, t, cache, sinks: pos.float(),
-    'sink': lambda a, total, pos, v, t, cache, sinks: pos.float().masked_fill(pos < sinks, math.inf),
-    'h2o': lambda a, total, pos, v, t, cache, sinks: newest_half(total, pos, t, cache),
-    'h2o-layer': lambda a, total, pos, v, t, cache, sinks: newest_half(of_layer(total), pos, t, cache),
-    'mean': lambda a, total, pos, v, t, cache, sinks: newest_half(total / (t + 1 - pos), pos, t, cache),
-    'mean-v': lambda a, total, pos, v, t, cache, sinks: (
-        newest_half(total * v.norm(dim=-1) / (t + 1 - pos), pos, t, cache)),
-    'tova': lambda a, total, pos, v, t, cache, sinks: of_layer(a),
-    'tova-sink': lambda a, total, pos, v, t, cache, sinks: (
-        of_layer(a).masked_fill(pos < sinks, math.inf)),
-    'tova-head': lambda a, total, pos, v, t, cache, sinks: a,
-    'random': lambda a, total, pos, v, t, cache, sinks: ((pos * 40503 + t * 30011) % 65537).float(),
-}
-NEVER = -1e30   # the score of a masked token; -inf would give NaN where all are masked
-
-GAPS = {        # --positions: what is left of the part of a gap above 10. Oren 2024, appendix
-    'compress': lambda above: (above + math.e).log().log(), 'log': torch.log1p, 'sqrt': torch.sqrt}
-
-def compressed(pos, positions='compress'):
-    """Shorten each gap g > 10 between positions: by `compress` to ceil(10 + ln ln(g - 10 + e)), 11 to 13. The
-    positions (B, G, tokens) come in any order. Oren 2024, appendix, and the authors' code."""
-    in_order, order = pos.sort()
-    gap = in_order.diff(dim=-1, prepend=in_order[..., :1]).float()
-    above = (gap - 10).clamp(min=0)
-    near = (gap.clamp(max=10) + GAPS[positions](above)).ceil().cumsum(-1)
-    return torch.zeros_like(near).scatter(-1, order, near)
-
-def nearer(own, gap, positions='compress'):
-    """From where a query at `own` (.., T) asks for tokens before the one long gap (.., T) between cached
-    tokens, once this is `compressed`."""
-    return own - gap + compressed(torch.stack([0 * gap, gap], -1), positions)[..., 1]
-
-def empty_slots(k, cache):
-    """A cache with `cache` empty slots, marked by pos = -1. k (B, G, T, d)"""
-    B, G, _, d = k.shape
-    empty = k.new_zeros(B, G, cache, d)
-    total = torch.zeros(B, G, cache, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
-    return dict(k=empty, v=empty, pos=total.long() - 1, total=total)
-
-def append(cached, k, v, t):
-    """Append the steps t, t + 1, ... to the cache. Their keys and values are k, v (B, G, T, d)."""
-    steps = t + torch.arange(k.shape[2], device=k.device)
-    pos = steps.expand(k.shape[:3])
-    new = dict(k=k, v=v, pos=pos, total=torch.zeros_like(pos, dtype=cached['total'].dtype))
-    return {name: torch.cat([cached[name], new[name]], 2) for name in new}
-
-def wide_index(index, x):
-    """index (B, G, n) in the shape in which gather and scatter take it for x (B, G, tokens) or (.., d)"""
-    if x.dim() == 4:
-        return index[..., None].expand(-1, -1, -1, x.shape[-1])
-    return index
-
-def pick(cached, index):
-    """The cached tokens at index (B, G, n)."""
-    return {name: x.gather(2, wide_index(index, x)) for name, x in cached.items()}
-
-def replaced(cached, index):
-    """The cache without the token at index (B, G, 1). The last token moves into its slot. `cached` comes from
-    `append`, which copies, so where no backward needs it, it is changed in place."""
-    kept = {}
-    for name, x in cached.items():
-        scatter = x.scatter if torch.is_grad_enabled() else x.scatter_
-        last = x[:, :, -1:].clone()
-        kept[name] = scatter(2, wide_index(index, x), last)[:, :, :-1]
-    return kept
-
-def cached_scores(q, k):
-    """q.k / sqrt(d): q (B, H, T, d), k (B, G, tokens, d) -> (B, G, H / G, T, tokens)"""
-    q = q.to(k.dtype).unflatten(1, (k.shape[1], -1))
-    scores = q.flatten(2, 3) @ k.mT                                 # heads that share k side by side
-    return scores.view(*q.shape[:4], -1) * q.shape[-1] ** -0.5
-
-def turned(q, k, pos, rope, positions):
-    """Rotate q (B, H, T, d), of the last T tokens, and k (B, G, tokens, d) by `compressed` positions."""
-    pos = compressed(pos, positions)
-    own = for_heads(pos[:, :, -q.shape[2]:], q.shape[1])
-    return rope(q, own), rope(k, pos)
-
-def attend_cached(q, cached, seen, turn=None, scores=None):
-    """Softmax attention of q (B, H, T, d) under the mask `seen` (B, G, 1|T, tokens). The last T cached tokens
-    are q's own. scores: `cached_scores`, if they are known  ->  o (B, H, T, d), the weights, summed over the
-    H / G heads that share keys, (B, G, T, tokens), log of the denominators (B, H, T, 1)"""
-    k = cached['k']
-    if turn is not None:
-        q, k = turn(q, k, cached['pos'])
-    if scores is None:
-        scores = cached_scores(q, k)
-    scores = scores.to(cached['total'].dtype).masked_fill(~seen[:, :, None], NEVER)
-    weights = scores.softmax(-1)
-    top = scores.argmax(-1, keepdim=True)                           # torch.logsumexp is slow with NEVER
-    log_sum = scores.gather(-1, top) - weights.gather(-1, top).log()
-    o = weights.to(k.dtype).flatten(2, 3) @ cached['v']
-    return o.view_as(q).to(q.dtype), weights.sum(2), log_sum.flatten(1, 2)
-
-def bounded_step(q, k, v, cached, t, policy, cache, sinks, spill, turn):
-    """`bounded` for one step: append the step, attend, score the cached tokens, evict one."""
-    cached = append(cached, k, v, t)
-    real = cached['pos'] >= 0
-    o, a, log_mass = attend_cached(q, cached, real[:, :, None], turn)
-    total = cached['total'] + a[:, :, 0]
-    worth = POLICIES[policy](a[:, :, 0], total, cached['pos'], cached['v'], t, cache, sinks)
-    worth = worth.nan_to_num(0).masked_fill(~real, -math.inf)       # evict empty slots first
-    worst = worth == worth.amin(-1, keepdim=True)
-    gone = torch.where(worst, cached['pos'], t + 1).argmin(-1, keepdim=True)
-    if spill:                                                       # the first read only gave the scores
-        place = torch.arange(cache + 1, device=q.device)
-        stays = real & (place != gone)
-        o, a, log_mass = attend_cached(q, cached, stays[:, :, None], turn)
-        total = cached['total'] + a[:, :, 0]
-    cached['total'] = total
-    return o, log_mass, pick(cached, gone), replaced(cached, gone)
-
-def joined(parts):
-    """The results of `bounded` for a text, from its results for the parts."""
-    if len(parts) == 1:
-        return parts[0]
-    o, log_mass, went, cached = zip(*parts)
-    went = {name: torch.cat([part[name] for part in went], 2) for name in went[0]}
-    return torch.cat(o, 2), torch.cat(log_mass, 2), went, cached[-1]
-
-@full_precision
-def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
-    """Softmax attention with at most `cache` cached tokens: the definition, step by step.
-    q (B, H, T, d)   k, v (B, G, T, d)   t position of the first step   policy from POLICIES
-    sinks < cache: how many first tokens `sink` and `tova-sink` never evict
-    cached None, or the cache that the last call returned: k, v (B, G, cache, d), pos, total (B, G, cache),
-    in any order. pos is -1 in an empty slot.
-    spill: evict before the step reads. The evicted token then goes into a matrix and must not count twice.
-    Cache in model.py averages cache and matrix by their denominators.
-    turn(q, k, pos): `turned`, with rope. Keys then come without it.
-    ->  o (B, H, T, d), log of the denominators (B, H, T, 1), the T evicted tokens, one per step, the cache"""
-    if cached is None:
-        cached = empty_slots(k, cache)
-    steps = []
-    for i in range(q.shape[2]):
-        q_t, k_t, v_t = (x[:, :, i:i + 1] for x in (q, k, v))
-        steps.append(bounded_step(q_t, k_t, v_t, cached, t + i, policy, cache, sinks, spill, turn))
-        cached = steps[-1][-1]
-    return joined(steps)
-
-
 # ---- feature maps phi: (B, H, T, head_dim) -> (B, H, T, feature_dim) ---------------------------------------
 class FeatureMap(nn.Module):
     """phi(x, side, t): x (B, H, T, head_dim), side 'q' or 'k', t the position of the first step. This class
@@ -552,9 +287,8 @@ class FeatureMap(nn.Module):
     mean          phi(q).phi(k) >= 0 (random features: on average), so `attn` may divide by n.q
     floor         the smallest n.q to divide by
     like_softmax  phi(q).phi(k) approximates softmax's exp(q.k / sqrt(head_dim)), or is trained to
-    max_len       the number of positions that the map knows; None: no limit
-    moves         the features of q depend on the keys so far"""
-    positive, mean, floor, like_softmax, max_len, moves = True, True, FLOOR, False, None, False
+    max_len       the number of positions that the map knows; None: no limit"""
+    positive, mean, floor, like_softmax, max_len = True, True, FLOOR, False, None
 
     def __init__(self, n_head, head_dim, arg=None, **traits):
         super().__init__()
@@ -714,42 +448,6 @@ class Hedgehog(FeatureMap):
             return torch.cat([y - y.amax(-1, True), y.amin(-1, True) - y], -1).exp()
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
 
-SHARPNESS = 0.3         # of slots, at first
-
-class Slots(FeatureMap):
-    """A key is written to those of m slots that it belongs to, softmax(W k + b). Their values add up in S. A
-    query reads each slot by softmax's weight for its mean key c, e^(q.c / sqrt(d)): see FastWeights.asked. So
-    S is a cache of m tokens, each the mean of similar ones. m = 3d unless given. Each head learns its own W
-    (H, m, d) and b. Peng 2022 (ABC, arXiv:2110.02488), Zhang 2024 (gated slot attention, 2409.07146)."""
-    like_softmax, moves = True, True
-
-    def __init__(self, n_head, head_dim, m=None):
-        m = number(m, 3 * head_dim)
-        super().__init__(n_head, head_dim, feature_dim=m)
-        self.weight = nn.Parameter(torch.randn(n_head, m, head_dim) / math.sqrt(head_dim))
-        self.bias = nn.Parameter(torch.zeros(n_head, 1, m))
-
-    def forward(self, x, side='q', t=0):
-        return (x @ self.of_heads(self.weight, x).mT + self.of_heads(self.bias, x)).softmax(-1)
-
-    @torch.no_grad()
-    def begin(self, k):
-        """Begin with clusters of the keys k (B, G, T, d), by k-means. The first token, which real models look
-        at where nothing else matters, has a slot. W k + b is at first -SHARPNESS |k - c|^2 / (2 v), up to a
-        constant; c is a centre, v the variance inside the clusters."""
-        for head, keys in enumerate(k.transpose(0, 1).flatten(1, 2)):
-            order = torch.randperm(len(keys) - 1, device=k.device) + 1
-            c = keys[F.pad(order, (1, 0))[:self.feature_dim]]
-            for _ in range(8):
-                nearest = torch.cdist(keys, c).argmin(1)
-                count = torch.bincount(nearest, minlength=len(c))[:, None]
-                total = torch.zeros_like(c).index_add_(0, nearest, keys)
-                c = torch.where(count > 0, total / count, c)
-                c[0] = keys[0]
-            v = (keys - c[nearest]).square().mean().clamp(min=1e-6)
-            self.weight[head, :len(c)] = SHARPNESS * c / v
-            self.bias[head, 0, :len(c)] = -SHARPNESS * c.square().sum(1) / (2 * v)
-
 class Favor(FeatureMap):
     """FAVOR+: e^(-|x|^2/2) [e^Rx, e^-Rx] / sqrt(2m). E[phi(q).phi(k)] = e^(q.k). Choromanski 2021 sec. 2.3.
     x is first divided by d^(1/4), which gives softmax's e^(q.k / sqrt(d)). R (m, d) has Gaussian rows,
@@ -806,7 +504,7 @@ FEATURE_MAPS = {  # name: constructor (n_head, head_dim, [arg]) -> module with .
     'relu': partial(FeatureMap, f=torch.relu, floor=1e-2),
     'silu': partial(FeatureMap, f=F.silu, positive=False, mean=False),          # DeltaNet 2024
     'exp': Exp, 't2r': T2R, 't2r-scaled': partial(T2R, scaled=True), 'dpfp': DPFP, 'favor': Favor, 'rfa': RFA,
-    'hedgehog': Hedgehog, 'slots': Slots, 'taylor': Taylor, 'cosformer': CosFormer,
+    'hedgehog': Hedgehog, 'taylor': Taylor, 'cosformer': CosFormer,
 }
 
 def feature_map(spec, n_head, head_dim):
@@ -839,7 +537,7 @@ NORMALISERS = {
 
 # ---- rules: which gates there are --------------------------------------------------------------------------
 class Rule(NamedTuple):
-    """A row of the table `RULES`. Gates are computed from the layer's input x, see `Gates` in model.py:
+    """A row of the table `RULES`. Gates are computed from the layer's input x, see `Gates` in memory.py:
     beta = sigmoid(x W), times --beta_max in rules that erase; log f = -rate dt, dt = softplus(x W + b); log z
     likewise. rate 1 gives f = sigmoid(-(x W + b))."""
     about: str                  # the known model
@@ -850,7 +548,7 @@ class Rule(NamedTuple):
     write: str | None = None    # None: 1; 'beta': one per head; 'channel'; '1-f'; 'dt': of log f = -rate dt
     erase: str | None = None    # 'write': e = w; 'channel': a beta of its own per channel
     rate: float | None = 1.0    # None: learned, one per head
-    keeps: str | None = None    # what is cached: 'all', or by which policy; None: nothing, the state is S
+    keeps: str | None = None    # what is cached: 'all', or by which policy (caches.py); None: the state is S
 
     @property
     def matrix(self):
@@ -861,6 +559,20 @@ class Rule(NamedTuple):
     def bounded(self):
         """Whether the state is a cache of limited size."""
         return self.keeps not in (None, 'all')
+
+    @property
+    def erases(self):
+        return self.erase is not None
+
+    @property
+    def gated(self):
+        """Whether gates are computed from x."""
+        return self.f not in (None, 'fixed') or self.write is not None
+
+    @property
+    def keeps_first(self):
+        """Whether the first tokens stay in the cache."""
+        return self.bounded and 'sink' in self.keeps
 
 RULES = {
     'sum': Rule('linear transformer, Katharopoulos 2020; T2R, Performer, Hedgehog by phi', 'elu', 'attn'),
@@ -890,6 +602,10 @@ RULES = {
     'mean-v': Rule('the same times the length of its value', keeps='mean-v'),
     'random': Rule('evicts by a fixed hash of position and time: the control', keeps='random'),
 }
+
+def rules_that(trait):
+    """The names of the rules with this property: rules_that('bounded')"""
+    return [name for name, rule in RULES.items() if getattr(rule, trait)]
 
 if __name__ == '__main__':
     print(__doc__.partition('name  ')[0])

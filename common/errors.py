@@ -20,6 +20,11 @@ def note(text):
     print('note:', text, file=sys.stderr)
 
 
+def aside(text):
+    """Print to standard error, beside what is written."""
+    print(text, file=sys.stderr)
+
+
 @contextlib.contextmanager
 def of_package(what):
     """Turn whatever a package raises, if it is there, into a ValueError that begins with `what`. Of a broken
@@ -44,11 +49,15 @@ def keep_memory():
 
 class Stop:
     """Inside `with Stop() as stop`, a first Ctrl-C or SIGTERM only sets stop.asked, so that what is under way
-    can be saved. A second one ends the command at once, as outside. Other threads than the first see none."""
+    can be saved. A second one ends the command at once, as outside. Other threads than the first see none.
+    alone: if there are more processes, they would stop apart, so nothing changes"""
+    def __init__(self, alone=True):
+        self.alone = alone
+
     def __enter__(self):
         self.asked = False
         self.before = {}
-        if threading.current_thread() is threading.main_thread():
+        if self.alone and threading.current_thread() is threading.main_thread():
             for number in signal.SIGINT, signal.SIGTERM:
                 self.before[number] = signal.signal(number, self.ask)
         return self
@@ -57,6 +66,11 @@ class Stop:
         self.asked = True
         print('\nstopping after this step, which is saved; again: at once', file=sys.stderr)
         self.__exit__()
+
+    def if_asked(self, why):
+        """Stop here, where all is saved, if somebody asked for it."""
+        if self.asked:
+            raise KeyboardInterrupt(why)
 
     def __exit__(self, *failure):
         for number, handler in self.before.items():

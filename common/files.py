@@ -36,6 +36,13 @@ def lies_in(path, folder):
     return os.path.realpath(path) == os.path.realpath(folder)
 
 
+def make_room(path):
+    """Make the folder of a file that will be written. ValueError if the path is a folder"""
+    if os.path.isdir(path):
+        raise ValueError(f'{path}: a folder; give the name of a file')
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+
+
 def text_of(given):
     """The text that a flag stands for: itself, @file, - for standard input."""
     if given == '-':

@@ -21,17 +21,17 @@ import re
 from functools import partial
 
 
-def flag(default, help, choices=None, low=-math.inf, high=math.inf, of=(), path=False, later=False):
+def flag(default, help, choices=None, low=-math.inf, high=math.inf, of='', path=False, later=False):
     """A dataclass field that is also a command line flag, see `parse`; without a help it is none. low and
-    high are the smallest and the largest number allowed. of: the rules that use it, if not all do; the layers
-    of these rules are built with it (model.Mixer). path: ~ stands for the home folder. later: files of ours
+    high are the smallest and the largest number allowed. of: the property of rules that use it ('erases'), if
+    not all do. path: ~ stands for the home folder. later: files of ours
     from before it was there lack it, and mean the default"""
     metadata = {'help': help, 'choices': choices, 'range': (low, high), 'of': of, 'path': path,
                 'later': later}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def known(default, low=-math.inf, high=math.inf, of=(), later=False):
+def known(default, low=-math.inf, high=math.inf, of='', later=False):
     """A field with a range that is no flag: its value comes from the data or a file, see `typed`."""
     return flag(default, '', None, low, high, of, later=later)
 
@@ -51,6 +51,18 @@ def refuse(mistakes):
     for made, why in mistakes:
         if made:
             raise ValueError(why)
+
+
+def idle(given, config):
+    """For `refuse`: flags that were given but have no effect on this model. What a file says is ignored."""
+    yield given.get('layers') and 'rule' in given, (
+        f'--rule={given.get("rule")} --layers={given.get("layers")}: give one of them')
+    rules = dict.fromkeys(config.every_rule())
+    for field in dataclasses.fields(config):
+        value = given.get(field.name, '')           # an empty text takes back what a model or recipe has
+        yield value != '' and not config.uses(field), (
+            f'--{field.name}={value}: no layer of {",".join(rules)} uses it; leave it out, or take '
+            f'{", ".join(config.users(field))}')
 
 
 def plural(n, what):
@@ -105,6 +117,14 @@ def fits(field, value):
         return True
     low, high = field.metadata.get('range', (-math.inf, math.inf))
     return low <= value <= high and value < 2 ** 1000
+
+
+def check_fields(config):
+    """ValueError if a field of a dataclass has a value that does not fit it."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if not fits(field, value):
+            raise ValueError(f'--{field.name}={value}: {expected(field)}')
 
 
 def typed(cls, raw, where):
@@ -168,11 +188,15 @@ class Screen(argparse.RawDescriptionHelpFormatter):
         return f'{action.option_strings[0]}={action.metavar}'
 
 
-def parse(argv, doc, *classes, first=''):
+def parse(argv, doc, *classes, first='', more=None):
     """Read --key=value, --key value, or --key for true -> per dataclass, a dict of the flags that were given.
     ValueError if a flag is unknown or its value does not fit. --help exits. Its first screen is what the
     script does, its commands and the flags in `first`; then come the rest of its docstring and the other
-    flags."""
+    flags, those of a class with a title under that title. more(): further classes, which are asked for only
+    if there is --help, or a flag that the others have not; then their dicts come, too."""
+    ours = {f'--{field.name.rstrip("_")}' for c in classes for field in dataclasses.fields(c)}
+    if more and any(word.startswith('-') and word.partition('=')[0] not in ours for word in argv):
+        classes = [*classes, *more()]
     what, commands, *rest = [*(doc or '').split('\n\n', 2), '', '']    # python -OO removes docstrings
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=f'{what}\n\n{commands}',
                                      argument_default=argparse.SUPPRESS, allow_abbrev=False,
@@ -180,9 +204,15 @@ def parse(argv, doc, *classes, first=''):
     often = parser.add_argument_group('often needed')
     others = parser.add_argument_group('more', ''.join(rest))
     flags = {}
-    for field in itertools.chain(*map(dataclasses.fields, classes)):
-        if field.metadata.get('help'):
-            flags[f'--{field.name.rstrip("_")}'] = field        # from_ is --from
+    group_of = {}
+    for c in classes:
+        title = getattr(c, 'title', '')
+        group = parser.add_argument_group(title) if title else others
+        for field in dataclasses.fields(c):
+            if field.metadata.get('help'):
+                name = f'--{field.name.rstrip("_")}'            # from_ is --from
+                flags[name] = field
+                group_of[name] = group
     order = [f'--{name}' for name in first.split()]
     for name in sorted(flags, key=lambda name: order.index(name) if name in order else len(order)):
         field = flags[name]
@@ -190,7 +220,7 @@ def parse(argv, doc, *classes, first=''):
         if field.metadata['choices']:
             about += f' [{", ".join(field.metadata["choices"])}]'
         alone = {'nargs': '?', 'const': True} if field.type is bool else {}
-        group = often if name in order else others
+        group = often if name in order else group_of[name]
         default = '' if field.default is None else str(field.default)
         group.add_argument(name, dest=field.name, type=partial(value_of, field), metavar=default,
                            help=about.replace('%', '%%'), **alone)

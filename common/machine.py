@@ -4,8 +4,26 @@ import os
 import statistics
 import subprocess
 import time
+from dataclasses import dataclass
 
 import torch
+
+from common.flags import flag
+
+LOGITS = 2 ** 26    # that many in memory at a time, 256 MB; on a GPU more, see `logits_at_once`
+TOKENS_AT_ONCE = 2 ** 15    # an evaluation reads at most so many at a time
+
+
+@dataclass
+class Flags:
+    """Of train.py: what it runs on."""
+    device: str = flag('auto', 'auto, cpu, cuda, cuda:1, mps')
+    threads: int = flag(None, 'CPU threads; default: the fastest, by trial', low=1, high=1024)
+    dtype: str = flag('auto', 'in matrix products; auto: bfloat16 on a recent GPU; S is always fp32',
+                      ['auto', 'float32', 'bfloat16'])
+    impl: str = flag('auto', 'form of the recurrence; loop: the definition, fastweight.recurrent',
+                     ['auto', 'loop', 'chunk', 'fused'])
+    compile: bool = flag(False, 'use torch.compile')
 
 
 def commit():
@@ -22,6 +40,19 @@ def whole_memory(device):
     if device.type == 'cpu' and hasattr(os, 'sysconf'):
         return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     return float('inf')
+
+
+def logits_at_once(device):
+    """How many logits to hold at a time. A GPU needs many rows at once to be busy: up to eight times as many,
+    if it has room for eight tensors of them."""
+    if device.type == 'cuda':
+        return min(8 * LOGITS, torch.cuda.mem_get_info(device)[0] // 32)
+    return LOGITS
+
+
+def tokens_at_once(vocab, device):
+    """How many tokens an evaluation reads at a time: as many as have room for their logits."""
+    return min(TOKENS_AT_ONCE, logits_at_once(device) // vocab)
 
 
 def pick_device(name):

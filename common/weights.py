@@ -101,6 +101,32 @@ def map_state(f, state, shared=()):
     return {'t': f(state['t']), 'layers': layers}
 
 
+def chosen_texts(state, index, shared=()):
+    """The state of some texts of a batch. index (N,) may repeat a text. The parts named in `shared` stay."""
+    def chosen(x):
+        return x[index] if x.dim() else x           # t is that of all texts
+    return map_state(chosen, state, shared)
+
+
+def join(states):
+    """The states of texts that were read one by one -> the state of all of them as a batch, which goes on
+    token by token. The texts may have unequal lengths, except with softmax, whose caches then differ."""
+    layers = []
+    for same in zip(*(state['layers'] for state in states)):
+        layer = {}
+        for part, tensors in same[0].items():
+            lengths = {other[part]['k'].shape[2] for other in same if 'k' in tensors}
+            if len(lengths) > 1:
+                raise ValueError('softmax caches all tokens of a text: join texts of one length, or load the '
+                                 'model with rule=window and a cache longer than the texts')
+            layer[part] = {name: torch.cat([other[part][name] for other in same]) for name in tensors}
+        layers.append(layer)
+    first = next(iter(layers[0].values()))
+    device = next(iter(first.values())).device
+    t = torch.stack([state['t'] for state in states])
+    return {'t': t[:, None, None].to(device), 'layers': layers}     # (B, 1, 1) goes with (B, G, tokens)
+
+
 def pack(state, prefix='state'):
     """A state, or None, as a flat dict of tensors: <prefix>.t and <prefix>.<layer>.<part>.<name>"""
     if state is None:

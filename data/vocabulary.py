@@ -19,6 +19,7 @@ FIXED = ('ids', 'words')                                        # a set in one o
 TOKENIZERS = ('byte', 'char', 'gpt2')                           # and bpe:N, for N in LEARNED
 LEARNED = range(257, 65537)                                     # 256 bytes and the learned tokens
 LONG_WORD = r'(\S{1000})'                                       # longer words are split: they take hours
+LOOK_BACK = 16                          # so many tokens before others help to decode these
 OF_TEXTS = f'{", ".join(TOKENIZERS)} or bpe:N, N from {LEARNED[0]} to {LEARNED[-1]:,}'
 
 
@@ -167,6 +168,15 @@ def decode(tokens, meta):
         return ' '.join(map(str, tokens))
     words = [meta.chars[t] for t in tokens]
     return (' ' if kind == 'words' else '').join(words)
+
+
+def added(before, tokens, meta):
+    """The text that tokens add to the text of those before. Some decoders drop the blank before the first
+    word, so both are decoded together."""
+    seen = decode(before, meta)
+    if seen.endswith('\ufffd'):                     # with part of a character before, the next may break, too
+        return decode(tokens, meta)
+    return decode(before + tokens, meta)[len(seen):]
 
 
 # Most tokenizers split before a space between two letters, both ASCII or both of two bytes, as in Greek. Any

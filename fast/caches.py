@@ -7,8 +7,8 @@ import math
 
 import torch
 
-from fastweight import (NEVER, POLICIES, append, attend_cached, bounded as step_by_step, bounded_step,
-                        cached_scores, empty_slots, for_heads, joined, longer as copied, nearer, pick)
+from caches import (NEVER, POLICIES, append, attend_cached, bounded as step_by_step, bounded_step,
+                    cached_scores, empty_slots, for_heads, joined, longer as copied, nearer, pick)
 from fastweight import full_precision
 
 STEPS = 64      # at a time: as many columns more than the cache has

@@ -1,11 +1,11 @@
 """Folders of pretrained models in the hub's layout: downloaded, read, written.
 
     folder = Folder(folder_of('gpt2'), 'gpt2')  # downloaded once, then kept by huggingface_hub
-    model = GPT(Config(**folder.config))
+    model = GPT(Config(**folder.config))                # or another class: models/files.py finds it
     folder.tensors(model.state_dict())                  # -> tensors in our names and these shapes
     to_folder('out/export', tensors, config, data)      # and back
 
-This file builds no nn.Module: model.py does that, from a config, a dict of the fields of model.Config.
+This file builds no nn.Module: models/files.py does that, from a config, a dict of the fields of a Config.
 Tensors that we do not use are counted in a line that begins with note:, entries that we cannot follow are
 refused.
 """

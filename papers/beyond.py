@@ -16,10 +16,8 @@ import numpy as np
 import torch
 
 import convert
-import train
 from common import files
-from data import chat, vocabulary
-from data.kinds import Data
+from data import chat, rows, vocabulary
 from data.sets import find_set
 from fastweight import RULES
 from papers.harness import a_line, a_row, a_text, softmax_model, ways_of
@@ -124,7 +122,7 @@ def accuracy_on_facts(args, data, models):
             places = np.array([t for t, target in enumerate(targets) if target in digits])
             numbers = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
             for form, model in models.items():
-                logits, _, _ = train.predict(model, x, x, None, Data(), args.dtype)
+                logits, _, _ = rows.predict(model, x, x, None, args.dtype)
                 guesses = logits.argmax(-1).tolist()
                 right[form] += [all(guesses[t] == targets[t] for t in number) for number in numbers]
         for form in models:

@@ -22,9 +22,12 @@ from common import files
 from common.weights import weights_digest
 from data import prepare
 from data.kinds import Data
+from data.rows import of_part, rows_of
 from fastweight import RULES
-from model import Cache, FastWeights, load, pick_forms
+from memory import Cache, FastWeights, pick_forms
+from model import load
 from papers.suites import IN_PERCENT, chosen, column, only
+from runs.starts import PRETRAINED_ROW, is_large
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -34,7 +37,7 @@ def memory_of(rule, n_embd, n_head, head_dim, phi='', norm=''):
     if RULES[rule].matrix:
         memory = FastWeights(rule, n_embd, n_head, head_dim, phi, norm)
     else:
-        memory = Cache(rule, n_embd, n_head, head_dim)
+        memory = Cache(rule)
     memory.forms = pick_forms()
     return memory
 
@@ -198,10 +201,11 @@ def runs(args, suite):
 
 
 def task_rows(val, data, many, device, count=None):
-    """Rows of a task, `many` at a time: x, y as train.rows has them. count: only the first so many rows"""
-    begin = train.blocks(len(val), data.row, data)[:count]
+    """Rows of a task, `many` at a time: x, y as `Task.rows` has them. count: only the first so many rows"""
+    task = rows_of(None, val, data, data.row, device)
+    begin = task.blocks()[:count]
     for some in np.split(begin, range(many, len(begin), many)):
-        yield train.rows(val, some, data.row, data, device)
+        yield task.rows(val, some)
 
 
 def bits(args, result, model, T, many=None, carried=False):
@@ -210,10 +214,13 @@ def bits(args, result, model, T, many=None, carried=False):
     _, val, meta = prepare.load_set(result['data'])
     if many is None:
         val = val[:result['val_tokens']]
-    begin = train.blocks(len(val), T, meta, many)
-    loss, _ = train.Rows(None, val, meta, T, args.device).evaluate(model, begin, carried)
-    x, y = train.rows(val, begin, T, meta, args.device)
-    return train.of_part(meta, y[y >= 0].tolist()).bits_a_nat() * loss
+    data = rows_of(None, val, meta, T, args.device)
+    begin = data.blocks(many)
+    if carried:
+        data = data.in_order(T)
+    loss, _ = train.evaluate(model, data, begin, carried)
+    x, y = data.rows(val, begin)
+    return of_part(meta, y[y >= 0].tolist()).bits_a_nat() * loss
 
 
 # ---- a trained softmax model, for the suites that need one -------------------------------------------------
@@ -221,7 +228,7 @@ def softmax_model(args, tasks=False):
     """The model of --init -> path, model, metadata. tasks: also accept an encoder, and a model of a task"""
     path = args.init or 'out/ckpt.safetensors'
     model, meta = load(path, args.device)
-    of_texts = model.config.causal and meta['data'].kind == 'text'
+    of_texts = model.task == 'complete' and meta['data'].kind == 'text'
     if not convert.can_become_an_rnn(model.config.rules) or not (of_texts or tasks):
         raise ValueError(f'--init={path}: no softmax layers in a model of texts; python train.py '
                          '--rule=softmax --n_head=4 --out=out/softmax makes one')
@@ -240,7 +247,7 @@ def a_text(args, path, meta, T, count, name):
     elif data.kind != 'text':
         raise ValueError(f'--data={name}: a task; this suite wants a text')
     begin = torch.linspace(0, len(val) - T - 1, count).long().tolist()
-    x, y = train.rows(val, begin, T, Data(bos=meta['data'].bos), args.device)
+    x, y = rows_of(None, val, Data(bos=meta['data'].bos), T, args.device).rows(val, begin)
     return x, y, data, name
 
 
@@ -249,7 +256,7 @@ def tokens_a_row(args, config):
     fewer positions"""
     if args.row == 1 or args.row > config.block_size:
         raise ValueError(f'--row={args.row}: expected 2 to {config.block_size} tokens, which the model knows')
-    return args.row or min(config.block_size, train.PRETRAINED_ROW)
+    return args.row or min(config.block_size, PRETRAINED_ROW)
 
 
 def model_and_rows(args, quick, full):
@@ -257,7 +264,7 @@ def model_and_rows(args, quick, full):
     of a large model -> model, x (count, T), metadata of the text"""
     path, model, meta = softmax_model(args)
     count = chosen(args, quick, full)
-    if train.is_large(model):
+    if is_large(model):
         count = min(count, 16)
     x, _, data, _ = a_text(args, path, meta, tokens_a_row(args, model.config), count, args.data)
     return model, x, data

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 import convert
-import fastweight
+from caches import POLICIES
 from common.terminal import progress
-from common.watch import through
+from look.watch import through
 from common.weights import state_bytes
 from data import prepare, tasks, vocabulary
 from model import load
@@ -177,7 +177,7 @@ def what_is_kept(args, suite):
         gone = []                                               # per layer, when each token goes
         for seen in through(model, row):
             if seen.mixer.memory.rule.keeps:                    # all heads of TOVA agree
-                gone.append(seen.mixer.memory.evicted_at(seen.q, seen.k, seen.v)[0, 0])
+                gone.append(seen.evicted_at()[0, 0])
         gone = torch.stack(gone)
         until = gone.minimum(came + size).clamp(max=T)          # it is recent
         recent += (until - full).clamp(min=0).sum().item()
@@ -252,7 +252,7 @@ SUITES = {suite.name: suite for suite in [
     Suite(
         'cache', 'perplexity of a softmax model with few cached tokens, no training', with_few_cached,
         'init data lengths row only dtype', {'only': ','.join(EVICTING)},
-        lines={**{policy: (policy, 4) for policy in ('tova', *fastweight.POLICIES)},      # rule, sinks
+        lines={**{policy: (policy, 4) for policy in ('tova', *POLICIES)},      # rule, sinks
                'sink 1': ('sink', 1), 'tova-sink 1': ('tova-sink', 1), 'cut': ('softmax', 0)},
         panels=(Panel('cached', 'more than full, %', 'perplexity with few cached tokens, no training'),),
         note='of full: perplexity over that with all tokens cached; of first: over that of the first line '

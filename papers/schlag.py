@@ -13,16 +13,17 @@ away what the key finds.
 import itertools
 import math
 import statistics
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import convert
-import fastweight
-from common.watch import through
-from model import FastWeights
-from papers.harness import bits, memory_of, model_and_rows, once, over_seeds, runs
+from look.watch import through
+from memory import pick_forms
+from models import encoder
+from papers.harness import bits, model_and_rows, once, over_seeds, runs
 from papers.suites import DELTA, Panel, Suite, Way, column, from_nothing, only, over
 
 
@@ -44,7 +45,11 @@ class Associative(nn.Module):
         bound = d ** -0.5
         for w in self.k.weight, self.q.weight:
             nn.init.uniform_(w, -bound, bound)
-        self.memory = memory_of(rule, e + S, 1, d, phi, norm)
+        kind = encoder.WholeCache
+        if rule != 'softmax':
+            kind = partial(encoder.WholeWeights, n_embd=e + S, n_head=1, head_dim=d, phi=phi, norm=norm)
+        self.memory = kind(rule)
+        self.memory.forms = pick_forms()
 
     def forward(self, keys, values):
         """Write all keys, values (B, L), then read with all keys -> answers (B, L, S)"""
@@ -137,10 +142,10 @@ def read_back(k, rule, phi, norm):
     v = torch.eye(S, device=k.device).expand(B, H, S, S)
     if rule == 'softmax':
         return F.scaled_dot_product_attention(k, k, v)
-    memory = FastWeights(rule, 1, H, d, phi, norm).to(k.device)         # its gates are not used
+    memory = encoder.WholeWeights(rule, 1, H, d, phi, norm).to(k.device)         # its gates are not used
     features = memory.normaliser(memory.phi(k, 'k'))
     erase = torch.ones_like(k[..., 0]) if memory.rule.erase else None
-    written = fastweight.write_all(features, v, erase=erase, normalise=memory.normalise)
+    written = encoder.write_all(features, v, erase=erase, normalise=memory.normalise)
     return memory.read_all(k, {'S': written})
 
 

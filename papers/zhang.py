@@ -17,7 +17,7 @@ import statistics
 
 import torch
 
-from common.watch import kl, through
+from look.watch import kl, through
 from model import load
 from papers.harness import a_text, run_convert, runs, softmax_model, tokens_a_row
 from papers.suites import DELTA, Line, Panel, Suite, Way, chosen, column, conversions, from_nothing, only

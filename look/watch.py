@@ -6,13 +6,15 @@
 convert.py trains the layers of a student on what those of its teacher get and give; sample.py --html records
 it.
 """
+import contextlib
 import itertools
+import threading
 from typing import NamedTuple
 
 import torch
 
-import fastweight
-from model import Cross, Mixer
+import caches
+from model import Mixer
 
 
 class Seen(NamedTuple):
@@ -21,36 +23,51 @@ class Seen(NamedTuple):
     layer: str                      # name of its block: blocks.0
     mixer: Mixer
     x: torch.Tensor                 # the block's input (B, T, n_embd)
+    rest: tuple                     # what the block was given beside x
     u: torch.Tensor                 # input for keys, values and gates
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     o: torch.Tensor                 # the heads' outputs, before `merge`
+    y: torch.Tensor                 # output of the block
     real: torch.Tensor | None       # which steps of x are not padding (B, T); None: all
     encoder_real: torch.Tensor | None   # likewise for the encoder's text
     source: torch.Tensor | None     # in a decoder: the output of the encoder
-    y: torch.Tensor                 # output of the block
 
     @property
     def crosses(self):
         """Whether it is cross attention."""
-        return isinstance(self.mixer, Cross)
+        return self.name.endswith('.cross')
 
     @property
     def scores(self):
         """q.k / sqrt(d) of all steps and keys, (B, H, T, T of the keys)"""
-        return fastweight.cached_scores(self.q, self.k).flatten(1, 2)
+        return caches.cached_scores(self.q, self.k).flatten(1, 2)
+
+    def result_of(self, block):
+        """The output of another block for these inputs (B, T, n_embd)"""
+        rest = self.rest
+        if self.source is not None:
+            rest = {'cross': block.cross.write(self.source, self.encoder_real)},
+        return first(block(self.x, *rest))
 
     def outputs(self, mixer):
         """The heads' outputs of another mixer for these inputs (B, H, T, head_dim)"""
         q, k = self.seen_by(mixer)
-        return mixer.outputs(self.u, q, k, self.v, self.encoder_real)
+        return self.computed(mixer, q, k, self.v)
+
+    def computed(self, mixer, q, k, v):
+        """The heads' outputs of a mixer for these q, k and v, from a fresh start"""
+        if self.crosses:
+            return mixer.memory.read_all(q, mixer.memory.write_all(self.u, k, v, self.encoder_real))
+        whole = () if self.encoder_real is None or self.source is not None else (self.encoder_real,)
+        return first(mixer.memory(self.u, q, k, v, *whole))
 
     def seen_by(self, mixer):
         """Queries and keys as another mixer takes them: before rope, if that is done in its cache"""
         if mixer.rope == self.mixer.rope:
             return self.q, self.k
-        q, k, _ = mixer.heads(self.u)
+        q, k, _ = mixer.project(self.u)
         return q, k
 
     def weights(self, mixer):
@@ -58,51 +75,90 @@ class Seen(NamedTuple):
         Outputs are linear in v, so we take v = I. Not for a decay per value channel, nor a limited cache."""
         T = self.k.shape[2]
         eye = torch.eye(T, dtype=self.q.dtype, device=self.q.device).expand(*self.k.shape[:3], T)
-        return mixer.outputs(self.u, self.q, self.k, eye, self.encoder_real)
+        return self.computed(mixer, self.q, self.k, eye)
+
+    def evicted_at(self):
+        """For each token of a text the step after which its layer has it no longer cached, T if it stays to
+        the end (B, G, T)"""
+        T = self.k.shape[2]
+        gone = torch.full((*self.k.shape[:2], 1 + T), T, device=self.k.device)  # first: steps that evict none
+        if self.mixer.memory.rule.bounded:
+            _, _, went, _ = self.mixer.memory.attend_and_evict(self.q, self.k, self.v)
+            steps = torch.arange(T, device=self.k.device).expand(self.k.shape[:3])
+            gone.scatter_(2, went['pos'] + 1, steps)
+        return gone[:, :, 1:]
 
 
-def through(model, tokens):
+def first(result):
+    """The first of several results, or the only one"""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def through(model, tokens, pad=None):
     """Run the model on tokens (B, T) from a fresh start and yield a `Seen` per mixer, in the order of
-    computation, as soon as its block is computed. Only one block's tensors are in memory."""
-    real = model.not_padding(tokens)
-    source = encoder_real = None
-    if model.encoder:
-        begin = model.config.source
-        encoder_tokens, encoder_real = model.without_padding(tokens[:, :begin])
-        tokens, real = model.without_padding(tokens[:, begin:], begins=True)
-        x = model.embedded(encoder_tokens)
-        for i, block in enumerate(model.encoder):
-            x = yield from watched(f'encoder.{i}', block, x, encoder_real, encoder_real)
-        source = model.encoder_norm(x)
-    elif not model.config.causal:
-        encoder_real = real
-    x = model.embedded(tokens, model.config.source)
+    computation, as soon as its block is computed. Only one block's tensors are in memory. pad: the token that
+    is padding in texts of a decoder; an encoder and a translator know theirs"""
+    if model.task == 'translate':
+        yield from through_pairs(model, tokens)
+        return
+    x = model.embedded(tokens)
+    if model.task == 'classify':
+        real = encoder_real = model.not_padding(tokens)
+        rest = (real,)
+    else:
+        real = None if pad is None else tokens != pad
+        encoder_real = None
+        rest = ()
     for i, block in enumerate(model.blocks):
-        x = yield from watched(f'blocks.{i}', block, x, real, encoder_real, source)
+        x = yield from watched(f'blocks.{i}', block, x, rest, real, encoder_real)
 
 
-def watched(layer, block, x, real, encoder_real, source=None):
-    """Run the block of this name on x and yield a `Seen` for each of its mixers -> its output. The other
-    arguments: as in `Seen`"""
-    state = {}
-    if source is not None:
-        state['cross'] = block.cross.write(source, encoder_real)
-    mixer = block.mixer
-    padded = None if mixer.memory.causal else encoder_real
-    base, u = block.branch(block.norm1, x)
-    u = block.convolve(0, u, state, padded)
-    q, k, v = mixer.heads(u)
-    o, _ = mixer.memory(u, q, k, v, real=padded)
-    mixed = base + block.ended(block.norm1, mixer.merge(o, u))
-    y = block.after_mixer(mixed, state, 0, padded)
-    yield Seen(f'{layer}.mixer', layer, mixer, x, u, q, k, v, o, real, encoder_real, source, y)
-    if block.cross is not None:
-        _, u = block.branch(block.norm3, mixed)
-        q, _, _ = block.cross.heads(u)
-        _, k, v = block.cross.heads(source)
-        o = block.cross.outputs(source, q, k, v, encoder_real)
-        yield Seen(f'{layer}.cross', layer, block.cross, x, source, q, k, v, o, real, encoder_real,
-                   source, y)
+def through_pairs(model, tokens):
+    """`through` for a translator, whose rows begin with the source"""
+    n = model.config.source
+    text, encoder_real = model.without_padding(tokens[:, :n])
+    x = model.embedded(text)
+    for i, block in enumerate(model.encoder):
+        x = yield from watched(f'encoder.{i}', block, x, (encoder_real,), encoder_real, encoder_real)
+    source = model.encoder_norm(x)
+    text, real = model.without_padding(tokens[:, n:], begins=True)
+    x = model.embedded(text, n)
+    for i, block in enumerate(model.blocks):
+        state = {'cross': block.cross.write(source, encoder_real)}
+        x = yield from watched(f'blocks.{i}', block, x, (state,), real, encoder_real, source)
+
+
+@contextlib.contextmanager
+def recorded(module):
+    """A list that gets what this module is called with, and what it returns: calls of this thread alone."""
+    calls = []
+    here = threading.get_ident()
+
+    def record(module, given, result):
+        if threading.get_ident() == here:
+            calls.extend([given, result])
+    hook = module.register_forward_hook(record)
+    try:
+        yield calls
+    finally:
+        hook.remove()
+
+
+def watched(layer, block, x, rest, real, encoder_real, source=None):
+    """Run the block of this name on x and the rest of its arguments, and yield a `Seen` for each of its
+    mixers -> its output. The other arguments: as in `Seen`"""
+    cross = getattr(block, 'cross', None)
+    with recorded(block.mixer.memory) as calls, recorded(cross or block) as of_cross:
+        y = first(block(x, *rest))
+    (u, q, k, v, *_), o = calls
+    about = real, encoder_real, source
+    yield Seen(f'{layer}.mixer', layer, block.mixer, x, rest, u, q, k, v, first(o), y, *about)
+    if cross is not None:
+        (asks, state, *_), _ = of_cross
+        q, _, _ = cross.project(asks)
+        _, k, v = cross.project(source)
+        o = cross.memory.read_all(q, state)
+        yield Seen(f'{layer}.cross', layer, cross, x, rest, source, q, k, v, o, y, *about)
     return y
 
 
@@ -110,7 +166,7 @@ def watched(layer, block, x, real, encoder_real, source=None):
 def has_weights(mixer):
     """Whether outputs are weighted averages of values, whose weights can be compared to softmax's."""
     memory = mixer.memory
-    return memory.rule.matrix and memory.norm == 'attn' and not memory.rule.erase
+    return memory.rule.matrix and memory.norm == 'attn' and not memory.rule.erases
 
 
 def kl(a, w):
