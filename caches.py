@@ -131,19 +131,19 @@ def cached_scores(q, k):
     scores = q.flatten(2, 3) @ k.mT                                 # heads that share k side by side
     return scores.view(*q.shape[:4], -1) * q.shape[-1] ** -0.5
 
-def turned(q, k, pos, rope, positions):
+def rotate_nearer(q, k, pos, rope, positions):
     """Rotate q (B, H, T, d), of the last T tokens, and k (B, G, tokens, d) by `compressed` positions."""
     pos = compressed(pos, positions)
     own = for_heads(pos[:, :, -q.shape[2]:], q.shape[1])
     return rope(q, own), rope(k, pos)
 
-def attend_cached(q, cached, seen, turn=None, scores=None):
+def attend_cached(q, cached, seen, rotate=None, scores=None):
     """Softmax attention of q (B, H, T, d) under the mask `seen` (B, G, 1|T, tokens). The last T cached tokens
     are q's own. scores: `cached_scores`, if they are known  ->  o (B, H, T, d), the weights, summed over the
     H / G heads that share keys, (B, G, T, tokens), log of the denominators (B, H, T, 1)"""
     k = cached['k']
-    if turn is not None:
-        q, k = turn(q, k, cached['pos'])
+    if rotate is not None:
+        q, k = rotate(q, k, cached['pos'])
     if scores is None:
         scores = cached_scores(q, k)
     scores = scores.to(cached['total'].dtype).masked_fill(~seen[:, :, None], NEVER)
@@ -153,11 +153,11 @@ def attend_cached(q, cached, seen, turn=None, scores=None):
     o = weights.to(k.dtype).flatten(2, 3) @ cached['v']
     return o.view_as(q).to(q.dtype), weights.sum(2), log_sum.flatten(1, 2)
 
-def bounded_step(q, k, v, cached, t, policy, cache, sinks, spill, turn):
+def bounded_step(q, k, v, cached, t, policy, cache, sinks, spill, rotate):
     """`bounded` for one step: append the step, attend, score the cached tokens, evict one."""
     cached = append(cached, k, v, t)
     real = cached['pos'] >= 0
-    o, a, log_mass = attend_cached(q, cached, real[:, :, None], turn)
+    o, a, log_mass = attend_cached(q, cached, real[:, :, None], rotate)
     total = cached['total'] + a[:, :, 0]
     worth = POLICIES[policy](a[:, :, 0], total, cached['pos'], cached['v'], t, cache, sinks)
     worth = worth.nan_to_num(0).masked_fill(~real, -math.inf)       # evict empty slots first
@@ -166,7 +166,7 @@ def bounded_step(q, k, v, cached, t, policy, cache, sinks, spill, turn):
     if spill:                                                       # the first read only gave the scores
         place = torch.arange(cache + 1, device=q.device)
         stays = real & (place != gone)
-        o, a, log_mass = attend_cached(q, cached, stays[:, :, None], turn)
+        o, a, log_mass = attend_cached(q, cached, stays[:, :, None], rotate)
         total = cached['total'] + a[:, :, 0]
     cached['total'] = total
     return o, log_mass, pick(cached, gone), replaced(cached, gone)
@@ -180,7 +180,7 @@ def joined(parts):
     return torch.cat(o, 2), torch.cat(log_mass, 2), went, cached[-1]
 
 @full_precision
-def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
+def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, rotate=None):
     """Softmax attention with at most `cache` cached tokens: the definition, step by step.
     q (B, H, T, d)   k, v (B, G, T, d)   t position of the first step   policy from POLICIES
     sinks < cache: how many first tokens `sink` and `tova-sink` never evict
@@ -188,14 +188,14 @@ def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     in any order. pos is -1 in an empty slot.
     spill: evict before the step reads. The evicted token then goes into a matrix and must not count twice.
     HybridCache in models/hybrid.py averages cache and matrix by their denominators.
-    turn(q, k, pos): `turned`, with rope. Keys then come without it.
+    rotate(q, k, pos): `rotate_nearer`, with rope. Keys then come without it.
     ->  o (B, H, T, d), log of the denominators (B, H, T, 1), the T evicted tokens, one per step, the cache"""
     if cached is None:
         cached = empty_slots(k, cache)
     steps = []
     for i in range(q.shape[2]):
         q_t, k_t, v_t = (x[:, :, i:i + 1] for x in (q, k, v))
-        steps.append(bounded_step(q_t, k_t, v_t, cached, t + i, policy, cache, sinks, spill, turn))
+        steps.append(bounded_step(q_t, k_t, v_t, cached, t + i, policy, cache, sinks, spill, rotate))
         cached = steps[-1][-1]
     return joined(steps)
 

@@ -55,7 +55,8 @@ import models
 import train
 from common import files
 from common.errors import Stop, script
-from common.flags import briefly, by_layer, flag, idle, parse, plural, refuse, subset, typed
+from common.checks import idle
+from common.flags import briefly, by_layer, flag, parse, plural, refuse, subset, typed
 from common.machine import commit, logits_at_once, pick_device, take_threads, tokens_at_once
 from common.terminal import progress, table
 from common.weights import read_tensors, state_bytes, weights_digest

@@ -13,6 +13,7 @@ from torch import nn
 
 import caches
 import fastweight
+from common.checks import mistakes_together
 from common.flags import refuse
 from fastweight import LOG_MIN, NORMALISERS, RULES, feature_map, without_autocast
 
@@ -159,27 +160,6 @@ class Gates(nn.Module):
 
 
 # ---- a matrix ----------------------------------------------------------------------------------------------
-def mistakes_together(name, phi, norm):
-    """For `refuse`: a rule, map (a module) and normaliser that do not go together."""
-    rule = RULES[name]
-    mean = norm == 'attn'
-    yield not rule.matrix, f'--rule={name} keeps keys and values, no matrix: that is memory.Cache'
-    yield rule.f == 'channel' and rule.write in ('1-f', 'dt'), (
-        f'--rule={name}: f is along the keys, w along the values: write={rule.write} needs f=head')
-    yield mean and (rule.z or rule.write == 'channel'), (
-        f'--norm=attn with --rule={name}: each value channel is apart and needs a denominator of its own')
-    yield mean and rule.erases, (
-        f'--norm=attn with --rule={name}: erasing makes weights negative, so their sum n.q may be 0 or '
-        'below; use --norm=l2')
-    yield mean and not phi.mean, (
-        '--norm=attn divides by n.q, which this map can make zero or negative: use a map >= 0, as --phi=elu, '
-        'or --norm=l2')
-    yield norm == 'sum' and not phi.positive, (
-        f'--norm={norm} divides by the sum of the features, here maybe zero or negative: use --norm=l2')
-    yield norm == 'none' and rule.erases, (
-        f'--rule={name} with --norm=none diverges: the delta rule needs normalised keys, --norm=l2 or sum')
-
-
 class FastWeights(nn.Module):
     """The heart of a layer with a matrix: what is written, what is asked, and a form of the recurrence
     between them.

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from common.checks import contradictions
 from common.flags import briefly, by_layer, check_fields, flag, known, refuse
 from common.terminal import progress
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES, FeatureMap, rules_that
@@ -64,25 +65,7 @@ class Config:
 
     def contradictions(self):
         """For `refuse`: what would fail far from its cause, be ignored, or be silently wrong."""
-        for rule in self.every_rule():
-            yield rule not in RULES, (
-                f'--layers={self.layers}: {rule!r} is no rule; choose from {", ".join(RULES)}')
-        d = self.width_of_head()
-        yield self.has_rope() and d % 2, (
-            f'--n_embd={self.n_embd} --n_head={self.n_head}: rope rotates pairs, so it takes an even number '
-            f'of channels of a head, not {d}; or --pos=none')
-        norms = {self.norm or RULES[rule].norm for rule in self.every_rule() if RULES[rule].matrix}
-        yield self.out_norm and d == 1 and norms - {'attn'}, (
-            f'--n_embd={self.n_embd} --n_head={self.n_head}: LayerNorm makes the one channel of a head 0; '
-            'take fewer heads, or --out_norm=false')
-        yield self.layers.count(',') >= self.n_layer, (
-            f'--layers={self.layers}: more rules than --n_layer={self.n_layer} layers')
-        kept = [RULES[rule] for rule in self.rules if RULES[rule].bounded]
-        yield kept and self.cache < self.fewest_cached(), (
-            '--cache=0: give at least 1, or --overflow takes them all')
-        yield any(rule.keeps_first for rule in kept) and self.sinks >= max(1, self.cache), (
-            f'--sinks={self.sinks}: at most {max(0, self.cache - 1)} with --cache={self.cache}, or no new '
-            'token is kept')
+        return contradictions(self)
 
     # What a room says otherwise (models/): a translator has more rules; pretrained heads any width, and other
     # norms; beside a matrix a cache may be empty.

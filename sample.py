@@ -28,8 +28,9 @@ import torch
 
 import models
 from common import files
+from common.checks import idle
 from common.errors import aside, note, script
-from common.flags import flag, idle, parse, plural, refuse, subset
+from common.flags import flag, parse, plural, refuse, subset
 from common.machine import pick_device, take_threads
 from common.weights import chosen_texts, state_bytes
 from data import vocabulary

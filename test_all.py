@@ -453,6 +453,50 @@ def test_compressed_positions_shrink_long_gaps():
     near(caches.compressed(pos[None, None], 'sqrt'), torch.tensor([[[0, 10, 21, 36, 1046]]]), 1e-6)
 
 
+# ---- The bridge: the default model on one page -------------------------------------------------------------
+
+def on_one_page(w, tokens, n_head=8, n_layer=4):
+    """What `python train.py --rule=delta` trains, whole. w: its weights by name, tokens (B, T) -> logits (B, T, vocab)
+    """
+    def norm(x, gain):
+        return F.layer_norm(x, x.shape[-1:], gain)
+
+    def conv(x, taps):
+        """Each channel sees its last inputs, weighted by taps (4, channels): the last tap is for its own step."""
+        return sum(tap * F.pad(x, (0, 0, ago, 0))[:, :x.shape[1]] for ago, tap in enumerate(taps.flip(0)))
+
+    def heads(x):
+        return x.unflatten(-1, (n_head, -1)).transpose(1, 2)                    # (B, T, H d) -> (B, H, T, d)
+    x = w['embed.weight'][tokens]                                               # a vector for each token
+    for i in range(n_layer):
+        b = {name.removeprefix(f'blocks.{i}.'): p for name, p in w.items()}     # the weights of block i
+        # the mixer: each head writes v under k into its S, erases what k found there, and reads with q
+        u = conv(norm(x, b['norm1.weight']), b['convs.0.weight'])
+        q, k, v = (heads(y) for y in (u @ b['mixer.qkv.weight'].T).chunk(3, -1))
+        beta = 2 * (u @ b['mixer.memory.gates.proj.weight'].T).sigmoid().mT     # how strongly, (B, H, T)
+        o, S = chunked(l2(F.silu(q)), l2(F.silu(k)), v, write=beta, erase=beta)
+        o = norm(o, b['mixer.out_norm.weight']).transpose(1, 2).flatten(2)      # the heads side by side
+        x = x + o @ b['mixer.proj.weight'].T
+        # the MLP
+        u = conv(norm(x, b['norm2.weight']), b['convs.1.weight'])
+        x = x + (u @ b['up.weight'].T).relu() ** 2 @ b['down.weight'].T
+    return norm(x, w['norm.weight']) @ w['embed.weight'].T                      # the output layer is the embedding
+
+def test_the_default_model_fits_on_one_page(tmp_path):
+    """Of a checkpoint with weights far from any special place: the logits of model.GPT, and no weight is left out."""
+    from model import GPT, Config, load, save
+    model = GPT(Config())
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    save(tmp_path / 'ckpt.safetensors', model, {})
+    model, _ = load(tmp_path / 'ckpt.safetensors')
+    tokens = torch.randint(256, (2, 70))
+    w = {name: p.double().requires_grad_() for name, p in model.state_dict().items()}
+    logits = on_one_page(w, tokens)
+    near(logits, model.double()(tokens)[0])
+    assert all(g.abs().max() > 0 for g in torch.autograd.grad(logits.square().sum(), list(w.values())))
+
+
 # ==== Exercises: skipped unless EXERCISE=1, red until solved; answers: assets/ANSWERS.md ====================
 
 exercise = pytest.mark.skipif('EXERCISE' not in os.environ, reason='an exercise: run it with EXERCISE=1')
@@ -570,7 +614,7 @@ def weight_kept(policy):
 
 @exercise
 def test_exercise_7_a_policy_ahead_of_h2o():
-    """POLICIES['mine'] in fastweight.py, one line: in `weight_kept` h2o has 0.78, window and tova 0.93, mean 0.97.
+    """POLICIES['mine'] in caches.py, one line: in `weight_kept` h2o has 0.78, window and tova 0.93, mean 0.97.
     What do they drop?"""
     assert weight_kept('mine') > 0.01 + max(weight_kept(policy) for policy in POLICIES if policy != 'mine')
 
@@ -584,8 +628,9 @@ def test_exercise_8_the_layer_of_qwen_3_5():
     from exercise import qwen
     shapes = dict(qkv=(12, 8), conv=(4, 12), b=(1, 8), a=(1, 8), A=(), dt=(), norm=(4,), z=(4, 8), out=(8, 4))
     w = {name: torch.randn(shape) for name, shape in shapes.items()}
-    mixer = model_py.Mixer(Config(rule='gated_delta', n_embd=8, n_head=1, head_dim=4, qkv_conv=4, phi='identity',
-                                  beta_max=1, out_gate='silu', out_eps=4e-6), 'gated_delta')
+    config = Config(rule='gated_delta', n_embd=8, n_head=1, head_dim=4, qkv_conv=4, phi='identity', beta_max=1,
+                    out_gate='silu', out_eps=4e-6)
+    mixer = pretrained.PretrainedMixer(config, 'gated_delta')
     mixer.load_state_dict({
         'qkv.weight': w['qkv'], 'conv.weight': w['conv'], 'gate.weight': w['z'], 'proj.weight': w['out'],
         'memory.gates.proj.weight': torch.cat([w['b'], w['a']]), 'out_norm.weight': w['norm'],
@@ -800,19 +845,19 @@ def in_order(cached, *more):
 
 @pytest.mark.parametrize('policy', POLICIES)
 def test_fast_caches_equal_the_definition_in_all_they_return(policy):
-    """With a prompt, then steps; with tokens evicted before a step reads, and keys that are turned."""
+    """With a prompt, then steps; with tokens evicted before a step reads, and keys that are rotated."""
     q, k, v = torch.randn(2, 6, 17, 4, dtype=f64), *torch.randn(2, 2, 3, 17, 4, dtype=f64)
     q[:, :, 6:9] = 0                            # ties
     totals = ['total'] if policy in BY_TOTAL else []             # which nobody else asks for
-    turned = partial(caches.turned, rope=rope, positions='compress')
-    for cache, spill, turn, t in [
-            (5, False, None, 0), (5, True, None, 0), (4, False, turned, 0), (4, True, turned, 0), (20, False, None, 0),
-            (5, False, None, 1), (5, True, None, 9), (3, False, turned, 9)]:
+    nearer = partial(caches.rotate_nearer, rope=rope, positions='compress')
+    for cache, spill, rotate, t in [
+            (5, False, None, 0), (5, True, None, 0), (4, False, nearer, 0), (4, True, nearer, 0), (20, False, None, 0),
+            (5, False, None, 1), (5, True, None, 9), (3, False, nearer, 9)]:
         cached = cached2 = None
-        tol = 1e-6 if turn else 1e-10               # angles are fp32: those of other positions are rounded otherwise
+        tol = 1e-6 if rotate else 1e-10               # angles are fp32: those of other positions are rounded otherwise
         for start, end in (0, 1), (1, 9), (9, 10), (10, 17):
             qkv = [x[:, :, start:end] for x in (q, k, v)]
-            how = t + start, policy, cache, 2, spill, turn
+            how = t + start, policy, cache, 2, spill, rotate
             o, mass, went, cached = caches.bounded(*qkv, cached, *how)
             o2, mass2, went2, cached2 = fast.caches.bounded(*qkv, cached2, *how)
             there = went['pos'] >= 0
@@ -825,12 +870,12 @@ def test_fast_caches_equal_the_definition_in_all_they_return(policy):
 def test_rope_depends_on_the_distance_alone_at_any_position(t):
     """And turns by t w_i, as by hand in fp64."""
     q, k = torch.randn(2, 1, 1, 1, 8)
-    turned = [rope(x, t + torch.tensor([n])) for x, n in ((q, 7), (k, 3))]
-    near((turned[0] * turned[1]).sum(), (rope(q, torch.tensor([4])) * rope(k, torch.tensor([0]))).sum(), 1e-5)
+    rotated = [rope(x, t + torch.tensor([n])) for x, n in ((q, 7), (k, 3))]
+    near((rotated[0] * rotated[1]).sum(), (rope(q, torch.tensor([4])) * rope(k, torch.tensor([0]))).sum(), 1e-5)
     w = [np.float64(np.float32(10 ** -i)) for i in range(4)]
     pairs = q.flatten().view(2, 4).double()
     wanted = [complex(*pairs[:, i]) * np.exp(1j * (t + 7) * w[i]) for i in range(4)]
-    near(turned[0].flatten(), torch.tensor([z.real for z in wanted] + [z.imag for z in wanted]).float(), 1e-5)
+    near(rotated[0].flatten(), torch.tensor([z.real for z in wanted] + [z.imag for z in wanted]).float(), 1e-5)
 
 def test_rows_that_go_first_are_a_shorter_window_and_turned_keys_are_those_of_rope():
     q, k, v = torch.randn(3, 1, 2, 11, 4, dtype=f64)
@@ -839,8 +884,8 @@ def test_rows_that_go_first_are_a_shorter_window_and_turned_keys_are_those_of_ro
     near(first[1][:, :, 10:], (q[:, :, 10:] @ k[:, :, 7:].mT / 2).logsumexp(-1, keepdim=True))
     t = torch.arange(11)
     wanted = caches.softmax(rope(q, t), rope(k, t), v)[0]
-    turned = partial(caches.turned, rope=rope, positions='compress')
-    found = caches.bounded(q, k, v, None, 0, 'sink', 11, 2, turn=turned)[0]
+    nearer = partial(caches.rotate_nearer, rope=rope, positions='compress')
+    found = caches.bounded(q, k, v, None, 0, 'sink', 11, 2, rotate=nearer)[0]
     near(found, wanted, 1e-5)                   # angles are fp32
 
 def test_a_matrix_beside_compressed_positions_has_keys_of_true_ones():
@@ -852,7 +897,7 @@ def test_a_matrix_beside_compressed_positions_has_keys_of_true_ones():
     true, compress = layers
     compress.load_state_dict(true.state_dict())
     x = torch.randn(1, 40, 16, dtype=f64)
-    for bias, wanted in (99, None), (-99, caches.bounded(q, k, v, None, 0, 'sink', 6, 2, True, compress.nearer)[0]):
+    for bias, wanted in (99, None), (-99, caches.bounded(q, k, v, None, 0, 'sink', 6, 2, True, compress.rotate)[0]):
         for layer in layers:
             layer.log_mass.bias.data.fill_(bias)
         found, state = compress(x[:, :30], q[:, :, :30], k[:, :, :30], v[:, :, :30])
@@ -4619,7 +4664,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 
 ROOMS = [               # a file imports only from rows above its own; papers do not import each other
     'fastweight', 'caches', 'fast.caches fast.chunks fast.convolution', 'kernels',
-    'common.errors common.files common.flags common.terminal', 'common.machine common.weights data.kinds',
+    'common.errors common.files common.flags common.terminal', 'common.checks common.machine common.weights data.kinds',
     'memory', 'model',                                                          # the ground floor
     'data.vocabulary data.special', 'data.chat data.sources data.tasks data.rows', 'data.sets data.ways', 'data.prepare',
     'hub.families hub.texts', 'hub.folders',

@@ -53,18 +53,6 @@ def refuse(mistakes):
             raise ValueError(why)
 
 
-def idle(given, config):
-    """For `refuse`: flags that were given but have no effect on this model. What a file says is ignored."""
-    yield given.get('layers') and 'rule' in given, (
-        f'--rule={given.get("rule")} --layers={given.get("layers")}: give one of them')
-    rules = dict.fromkeys(config.every_rule())
-    for field in dataclasses.fields(config):
-        value = given.get(field.name, '')           # an empty text takes back what a model or recipe has
-        yield value != '' and not config.uses(field), (
-            f'--{field.name}={value}: no layer of {",".join(rules)} uses it; leave it out, or take '
-            f'{", ".join(config.users(field))}')
-
-
 def plural(n, what):
     """1 token, 2,000 tokens"""
     return f'{n:,} {what}{"s" * (n != 1)}'

@@ -15,14 +15,15 @@ STEPS = 64      # at a time: as many columns more than the cache has
 ON_GPU = 4      # times as many on a GPU, where each piece waits for the launches of its operations
 
 @full_precision
-def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
+def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, rotate=None):
     """As the definition. For window and sink, positions alone say which tokens are evicted. With any
     policy, empty slots are evicted first. Steps whose evictions are known are computed together. The others
-    share two products. With `turn`, their evictions move positions: they go one by one, by the definition."""
+    share two products. With `rotate`, their evictions move positions: they go one by one, by the definition.
+    """
     T = q.shape[2]
     if cached is None:
         cached = empty_slots(k, cache)
-    how = policy, cache, sinks, spill, turn
+    how = policy, cache, sinks, spill, rotate
     if T == 1:
         return bounded_step(q, k, v, cached, t, *how)
     by_position = policy in ('window', 'sink')
@@ -37,7 +38,7 @@ def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
             if empty:
                 n = min(n, empty)
             else:
-                form = by_worth if turn is None else step_by_step
+                form = by_worth if rotate is None else step_by_step
         some = [x[:, :, i:i + n] for x in (q, k, v)]
         parts.append(form(*some, cached, t + i, *how))
         cached = parts[-1][-1]
@@ -45,7 +46,7 @@ def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     return joined(parts)
 
 
-def together(q, k, v, cached, t, policy, cache, sinks, spill, turn):
+def together(q, k, v, cached, t, policy, cache, sinks, spill, rotate):
     """`bounded` for steps whose evictions are known."""
     T = q.shape[2]
     cached = append(cached, k, v, t)
@@ -59,22 +60,22 @@ def together(q, k, v, cached, t, policy, cache, sinks, spill, turn):
         room = cache - first.sum(-1)[:, :, None, None]
         near = now - pos <= room - int(spill)           # not yet evicted
         seen = seen & (near | (pos < stays))
-        if turn is not None:
-            scores = turned_scores(q, cached, now - room, stays, turn)
-            turn = None
-    o, weights, log_mass = attend_cached(q, cached, seen, turn, scores)
+        if rotate is not None:
+            scores = scores_from_nearer(q, cached, now - room, stays, rotate)
+            rotate = None
+    o, weights, log_mass = attend_cached(q, cached, seen, rotate, scores)
     cached['total'] = cached['total'] + weights.sum(2)
     order = cached['pos'].masked_fill(first, t + T).sort(dim=-1, stable=True).indices
     gone, kept = order.split([T, cache], -1)
     return o, log_mass, pick(cached, gone), pick(cached, kept)
 
 
-def turned_scores(q, cached, begins, sinks, turn):
-    """The scores for window and sink with keys that are turned by shortened positions. Only the gap between
+def scores_from_nearer(q, cached, begins, sinks, rotate):
+    """The scores for window and sink with keys that are rotated by shortened positions. Only the gap between
     the sinks and the window is long. So the window is found by true positions, and the sinks by a position of
     the query from which this gap is shortened. begins (B, G, T, 1): the first position of each window"""
-    rope = turn.keywords['rope']
-    positions = turn.keywords['positions']
+    rope = rotate.keywords['rope']
+    positions = rotate.keywords['positions']
     pos = cached['pos']
     own = pos[:, :, -q.shape[2]:]
     k = rope(cached['k'], pos)
@@ -87,7 +88,7 @@ def turned_scores(q, cached, begins, sinks, turn):
     return torch.where((pos < sinks)[:, :, None, None], to_sinks, scores)
 
 
-def by_worth(q, k, v, cached, t, policy, cache, sinks, spill, turn):
+def by_worth(q, k, v, cached, t, policy, cache, sinks, spill, rotate):
     """`bounded` for steps with a full cache. All scores are one product, and so are all outputs. In between,
     step by step: the weights of what is still there, and who goes."""
     def weights(i):

@@ -75,14 +75,14 @@ def given_to_matrix(memory, seen):
 
 def given_to_cache(memory, seen):
     """q, k and `gone` of a cache. If it shortens positions, its window has the true ones, and the `first`
-    tokens are asked by `q_first`, from nearer (fast.caches.turned_scores)."""
+    tokens are asked by `q_first`, from nearer (fast.caches.scores_from_nearer)."""
     given = {'q': seen.q, 'k': seen.k, 'gone': seen.evicted_at()}
     if getattr(memory, 'nearer', None) is not None:
         own = torch.arange(seen.q.shape[2], device=seen.q.device)
         given |= {'q': memory.rope(seen.q, own), 'k': memory.rope(seen.k, own)}
         if memory.rule.keeps == 'sink':
             gap = (own - memory.cache).clamp(min=0) + 1         # from the last of these to the window
-            near = nearer(own, gap, memory.nearer.keywords['positions'])
+            near = nearer(own, gap, memory.rotate.keywords['positions'])
             given |= {'first': memory.sinks, 'q_first': memory.rope(seen.q, near)}
     return given
 

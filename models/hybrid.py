@@ -218,9 +218,9 @@ class HybridCache(Cache):
     def __init__(self, rule, n_embd, n_head, n_kv, head_dim, rope, c):
         super().__init__(rule, c.cache, c.sinks)
         self.rope = rope
-        self.nearer = None
+        self.rotate = None
         if c.positions != 'true':
-            self.nearer = partial(caches.turned, rope=rope, positions=c.positions)
+            self.rotate = partial(caches.rotate_nearer, rope=rope, positions=c.positions)
         self.overflow = None
         if c.overflow:
             self.overflow = matrix_beside(c.overflow, n_kv, head_dim, c.gate_rank)
@@ -230,7 +230,7 @@ class HybridCache(Cache):
 
     def attend_and_evict(self, q, k, v, cached=None, t=0):
         return self.forms.bounded(q, k, v, cached, t, self.rule.keeps, self.cache, self.sinks,
-                                  self.overflow is not None, self.nearer)
+                                  self.overflow is not None, self.rotate)
 
     def forward(self, x, q, k, v, state=None, t=0):
         state = state or {}
@@ -247,7 +247,7 @@ class HybridCache(Cache):
     def at_true_positions(self, q, went, t=0):
         """Queries and evicted tokens for the matrix. Its keys have the rope of their true positions, whatever
         the cache has. `bare` are those without rope."""
-        if self.nearer is None:
+        if self.rotate is None:
             return q, went
         steps = t + torch.arange(q.shape[2], device=q.device)
         return self.rope(q, steps), {**went, 'k': self.rope(went['k'], went['pos']), 'bare': went['k']}

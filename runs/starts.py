@@ -14,7 +14,8 @@ import torch
 
 import models
 from common import files
-from common.flags import idle, refuse, typed
+from common.checks import idle
+from common.flags import refuse, typed
 from common.machine import whole_memory
 from data import prepare, vocabulary
 from data.kinds import TRAVELS
