@@ -296,6 +296,11 @@ class Block(nn.Module):
 
 
 # ---- the model ---------------------------------------------------------------------------------------------
+def check_tokens(tokens):
+    if tokens.dim() != 2 or not tokens.numel():
+        raise ValueError(f'tokens {tuple(tokens.shape)}: expected (B, T), at least one text of one token')
+
+
 class GPT(nn.Module):
     """Embedding, blocks, norm, output. It computes with the fastest forms available, until `use` sets others.
 
@@ -361,8 +366,7 @@ class GPT(nn.Module):
 
     def hidden(self, tokens, state=None):
         """tokens (B, T) -> the hidden state of the last layer (B, T, n_embd), state"""
-        if tokens.dim() != 2 or not tokens.numel():
-            raise ValueError(f'tokens {tuple(tokens.shape)}: expected (B, T), at least one text of one token')
+        check_tokens(tokens)
         # a fresh start: position 0, and each layer has read nothing
         if state is None:
             state = {'t': torch.zeros((), dtype=torch.long), 'layers': [{} for _ in self.blocks]}

@@ -30,14 +30,13 @@ import models
 from common import files
 from common.checks import idle
 from common.errors import aside, note, script
-from common.flags import flag, parse, plural, refuse, subset
+from common.flags import flag, parse, plural, refuse
 from common.machine import pick_device, take_threads
 from common.weights import chosen_texts, state_bytes
 from data import vocabulary
 from data.vocabulary import LOOK_BACK, added
-from fastweight import RULES
 from memory import pick_forms
-from model import Config, load
+from model import load
 from models.files import overflow_of
 from runs import answers, states
 from runs.states import keep_state, read_state
@@ -64,17 +63,6 @@ class Args(states.Flags, answers.Flags):
     dtype: str = flag('float32', 'of the weights', ['float32', 'bfloat16'])
     impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
     html: str = flag('', 'NAME.html: a page that shows what each memory kept of this text', path=True)
-
-
-# A trained model can change these: softmax keeps its weights with any policy.
-CacheFlags = subset(Config, 'cache', 'sinks',
-                    rule=flag('', 'what softmax layers become: h2o, tova, sink, window keep --cache tokens; '
-                                  'a matrix needs convert.py', RULES))
-
-
-def hybrid_flags():
-    """For `parse`: what else a model with a cache can change, see models/hybrid.py"""
-    return [subset(models.named('Hybrid').config_class, 'overflow', 'positions')]
 
 
 def prompt_and_state(args, model, meta):
@@ -244,7 +232,7 @@ DO = {'translate': answers.show_translations, 'classify': answers.classify, 'cha
 
 @script
 def main(argv):
-    given, *swap = parse(argv, __doc__, Args, CacheFlags, first=OFTEN, more=hybrid_flags)
+    given, *swap = parse(argv, __doc__, Args, models.cache_flags(), first=OFTEN, more=models.hybrid_flags)
     swap = models.merged(swap)
     args = Args(**given)
     device = pick_device(args.device)

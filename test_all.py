@@ -4751,7 +4751,7 @@ def test_readme_is_true_of_the_code():
     found = commands('\n'.join(docs))
     assert {script for script, *_ in found} == {'train', 'sample', 'bench', 'convert'}
     classes = dict(train=(train.Args, model_py.Config, *models.flags()),
-                   sample=(sample.Args, sample.CacheFlags, *sample.hybrid_flags()), bench=(bench.Args,),
+                   sample=(sample.Args, models.cache_flags(), *models.hybrid_flags()), bench=(bench.Args,),
                    convert=(convert.Args, convert.StudentFlags))
     for script, suite, flags in found:
         flags = shlex.split(flags)

@@ -115,8 +115,8 @@ def files_of(name):
 
 
 def entry_of(name, like=None):
-    """The entry of a data set in DATASETS or, for your own files, in OWN_FILES. like: the tokens and rows wanted, a
-    Data, if they are not the set's own"""
+    """The entry of a data set in DATASETS or, for your own files, in OWN_FILES. like: the tokens and rows
+    wanted, a Data, if they are not the set's own"""
     entry = find_set(name)
     if not entry:
         own = {'.tsv': 'lines', '.jsonl': 'chats'}.get(os.path.splitext(name)[1].lower(), 'text')

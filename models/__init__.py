@@ -14,7 +14,7 @@ three in `named`.
 """
 import dataclasses
 
-from common.flags import by_layer, subset
+from common.flags import by_layer, flag, subset
 from fastweight import RULES
 
 KINDS = {           # in the order in which they are built on each other: title of their flags in --help
@@ -75,6 +75,18 @@ def flags():
             yield group
 
 
+def cache_flags():
+    """What a trained model can change: softmax keeps its weights with any policy."""
+    rule = flag('', 'what softmax layers become: h2o, tova, sink, window keep --cache tokens; a matrix needs '
+                    'convert.py', RULES)
+    return subset(named('GPT').config_class, 'cache', 'sinks', rule=rule)
+
+
+def hybrid_flags():
+    """For `parse`: what else a model with a cache can change"""
+    return [subset(named('Hybrid').config_class, 'overflow', 'positions')]
+
+
 def merged(parts):
     """Dicts of flags, one of each kind -> one of all"""
     return {name: value for part in parts for name, value in part.items()}
@@ -94,8 +106,8 @@ def asked_for(given, like=None):
         cls = named(name)
         if given.keys() <= fields_of(cls) and issubclass(cls, like or named('GPT')):
             return cls
-    owners = [f'--{flag} is for {title or name!r}' for name, title in KINDS.items() if name != 'GPT'
-              for flag in own_flags(name) if flag in given]
+    owners = [f'--{own} is for {title or name!r}' for name, title in KINDS.items() if name != 'GPT'
+              for own in own_flags(name) if own in given]
     raise ValueError(f'{", ".join(owners)}: no model has all of that; leave one out (--help lists them)')
 
 

@@ -15,7 +15,7 @@ from caches import attention
 from common.flags import flag, known
 from fastweight import FLOOR, RULES, chunked, filled, finish, full_precision, without_autocast
 from memory import FastWeights
-from model import ACTS, GPT, Block, Config, Conv, Mixer
+from model import ACTS, GPT, Block, Config, Conv, Mixer, check_tokens
 
 
 # ---- the equation, for a whole text ------------------------------------------------------------------------
@@ -289,8 +289,7 @@ class Encoder(GPT):
 
     def hidden(self, tokens, state=None):
         """tokens (B, T) -> the hidden state of the last layer (B, T, n_embd), None"""
-        if tokens.dim() != 2 or not tokens.numel():
-            raise ValueError(f'tokens {tuple(tokens.shape)}: expected (B, T), at least one text of one token')
+        check_tokens(tokens)
         if state is not None:
             raise ValueError('an encoder reads a whole text at once: it cannot go on from a state')
         real = self.not_padding(tokens)

@@ -62,7 +62,7 @@ def load(source, device='cpu', dtype=torch.float32, **changes):
     """Load a checkpoint, a folder in the hub's layout, or a model on the hub, by name -> model, meta. The
     model is in eval mode, and several threads may use it.
     meta: data (name, tokenizer, ...), step, config, and tensors, which `save` got as extra. changes: flags of
-    Config, as sample.py has them. dtype: bfloat16 rounds the weights, see `round_weights`; those of a folder
+    Config, see models.cache_flags. dtype: bfloat16 rounds the weights, see `round_weights`; those of a folder
     then never take the memory of fp32.
     ValueError, with the source, if something is missing, damaged or of another kind."""
     source = str(source)
@@ -114,8 +114,12 @@ def class_and_config(meta, why):
         cls = models.named(meta['model'])
         return cls, typed(cls.config_class, raw, why)
     given = {name: x for name, x in raw.items() if name not in ABSENT or x != ABSENT[name]}
-    if raw.get('causal', True) and not raw.get('encoder'):      # of its data: a decoder needs none of these
-        given = {name: x for name, x in given.items() if name not in ('pad', 'source', 'patch')}
+    if raw.get('causal', True) and not raw.get('encoder'):
+        if raw.get('classes'):
+            raise ValueError(f'{why}: it says classes and sees no later step, which only older versions '
+                             'could; train an encoder on its data')
+        of_data = 'pad', 'source', 'patch'
+        given = {name: x for name, x in given.items() if name not in of_data}
     try:
         cls = models.asked_for(given)
         return cls, cls.config_class(**given)
@@ -129,7 +133,7 @@ def whole_config(config):
 
 
 def with_other_cache(cls, config, source, rule='', **changes):
-    """-> class and Config of a model with other flags, as sample.py has them. A new rule replaces softmax and
+    """-> class and Config of a model with other flags (models.cache_flags). A new rule replaces softmax and
     every rule with a cache. ValueError, with the source, if it has neither."""
     if rule and rule not in RULES:
         raise ValueError(f'--rule={rule}: choose from {", ".join(RULES)}')

@@ -15,7 +15,7 @@ from torch import nn
 from common.flags import flag, known
 from common.weights import chosen_texts
 from fastweight import RULES
-from model import GPT, Block, Config
+from model import GPT, Block, Config, check_tokens
 from models.encoder import EncoderBlock, WholeMixer, not_padding, unreadable
 
 
@@ -117,8 +117,7 @@ class Translator(GPT):
         return super().first_std(name, n)
 
     def hidden(self, tokens, state=None):
-        if tokens.dim() != 2 or not tokens.numel():
-            raise ValueError(f'tokens {tuple(tokens.shape)}: expected (B, T), at least one text of one token')
+        check_tokens(tokens)
         if state is None:                           # the source stands first
             n = self.config.source
             state = self.read_source(tokens[:, :n])
