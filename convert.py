@@ -72,7 +72,7 @@ from models.hybrid import HybridConfig
 from runs.log import (cut_log, log_of, next_command, pack_optimiser, say, tell, tell_step,
                       unpack_optimiser)
 from runs.starts import PRETRAINED_LR, PRETRAINED_ROW, SMALL, is_large
-from train import LR, SLOW, adamw, begin_step, evaluate, lr_at, take_step
+from train import LR, SLOW, adamw, begin_step, clipped, evaluate, lr_at
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -721,7 +721,13 @@ class Conversion:
                 began = time.perf_counter()
                 rate = lr_at(step, steps, lr)
                 begin_step(opt, step, rate, args.seed)
-                loss, norm = take_step(model, opt, step, losses(step), 1.0)
+                loss = torch.zeros(1, device=self.data.device)
+                for part in losses(step):                   # the gradients add up
+                    part.backward()
+                    loss += part.detach()
+                norm = clipped(model, loss, opt, step, 1.0)
+                opt.step()
+                model.zero_grad(set_to_none=True)
                 times.append(time.perf_counter() - began)
                 done = step + 1
                 saves = done % args.eval_every == 0 or done == steps

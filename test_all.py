@@ -2148,7 +2148,7 @@ def test_a_large_teacher_is_looked_at_only_for_new_parameters(a_model, tmp_path,
         assert ('new parameters begin' in capsys.readouterr().out) == (begins > 0)
     flags = f'--init={a_model("--rule=softmax")}', '--steps=1', f'--out={tmp_path}/tuned', '--device=cpu'
     assert '\n1 row of 16 a step, about 0.00' in written(capsys, *flags, main=train.main)[0]   # and fine-tuned by one
-    monkeypatch.setattr(starts, 'whole_memory', lambda device: 10 ** 6)
+    monkeypatch.setattr(machine, 'whole_memory', lambda device: 10 ** 6)
     assert 'take a smaller one' in refused(capsys, train.main, *flags, '--batch_size=64')
 
 @pytest.mark.skipif(os.name == 'nt', reason='no signals')

@@ -16,7 +16,6 @@ same (--threads=N pins it). Several processes, or batches (--accum), compute par
 dropout and redrawn features differ. If you resume with more --steps, the cosine is stretched over them.
 """
 import dataclasses
-import functools
 import math
 import statistics
 import sys
@@ -118,20 +117,13 @@ def losses(model, data, states, step):
             states[i] = map_state(torch.Tensor.detach, end)
 
 
-def take_step(model, opt, step, losses, clip, world=1):
-    """One step on the losses of its batches -> their sum (1,), the norm of the gradient"""
-    total = torch.zeros(1, device=next(model.parameters()).device)
-    for loss in losses:                                     # forward
-        loss.backward()                                     # the gradients of batches add up
-        total += loss.detach()
-    processes.average(model, total, world)
+def clipped(model, loss, opt, step, clip):
+    """Clip the gradient to this norm (0: do not) -> its norm. ValueError if it or the loss is not finite"""
     norm = clip_grad_norm_(model.parameters(), clip or math.inf)
-    if not (norm.isfinite() and total.isfinite()):
+    if not (norm.isfinite() and loss.isfinite()):
         raise ValueError(f'step {step + 1}: loss or gradient is not finite; try a smaller rate than '
                          f'{opt.defaults["lr"]:g}, or another --norm')
-    opt.step()
-    model.zero_grad(set_to_none=True)
-    return total, norm
+    return norm
 
 
 @torch.no_grad()
@@ -191,12 +183,12 @@ def report(args, model, data, out, **figures):
 # ---- the run -----------------------------------------------------------------------------------------------
 @script
 def main(argv):
+    # what is trained, on what: flags, data, model, optimiser
     given, *given_model = parse(argv, __doc__, Args, Config, first=OFTEN, more=models.flags)
     args, cls, config, weights, header = starts.begin(Args(**given), given, models.merged(given_model))
     rank, world, device = processes.join(machine.pick_device(args.device))
-    dtype = machine.pick_dtype(args.dtype, device)
-
     train, val, meta = starts.data_of(args, header.get('data'))
+    dtype = machine.pick_dtype(args.dtype, device)
     data = rows.rows_of(train, val, meta, meta.row or args.row, device, args.batch_size, args.seed,
                         args.accum, args.carry, rank, world, dtype)
     torch.manual_seed(args.seed)
@@ -207,22 +199,14 @@ def main(argv):
     if args.resume:
         states = log.restore(args, header, data, model, opt)
     first = header.get('step', 0)                           # steps done before resuming
-    best = header.get('best', math.inf)
+    best = header.get('best', math.inf)                     # loss of an evaluation
 
-    model.eval()                                            # no dropout, and no new random features
-    kept = header.get('threads') if world == 1 else None    # the last bits depend on it
-    machine.take_threads(args.threads or kept, device,
-                         functools.partial(model.first_layer, args.batch_size // world, data.T))
-    model.train()
-    out = log.log_of(args, rank == 0 and args.steps > 0)
-    if args.resume and rank == 0:
-        log.cut_log(out, first)
-    run = {'args': dataclasses.asdict(args), 'torch': torch.__version__, 'threads': torch.get_num_threads()}
-    log.opening(out, args, model, data, starts.bytes_of(model, data), run)
+    starts.take_threads(args, header, model, data)
+    out, run = log.begun(args, first, model, data, starts.bytes_of(model, data))
     if args.steps == 0:
         report(args, model, data, out)
         return
-    forward = torch.compile(model) if args.compile else model
+    compute = torch.compile(model) if args.compile else model
     some, label = data.judged()                             # validation rows for evaluations on the way
     times = []                                              # seconds of each step since the last line
     seconds = 0.0                                           # of all steps together
@@ -231,9 +215,17 @@ def main(argv):
             began = time.perf_counter()
             lr = lr_at(step, args.steps, args.lr)
             begin_step(opt, step, lr, args.seed, rank)
-            loss, norm = take_step(model, opt, step, losses(forward, data, states, step), args.clip, world)
+            total = torch.zeros(1, device=device)
+            for loss in losses(compute, data, states, step):        # forward, a batch at a time
+                loss.backward()                                     # the gradients of batches add up
+                total += loss.detach()
+            processes.average(model, total, world)
+            norm = clipped(model, total, opt, step, args.clip)
+            opt.step()
+            model.zero_grad(set_to_none=True)
             times.append(time.perf_counter() - began)
 
+            # tell, judge, save
             done = step + 1
             evaluates = done % args.eval_every == 0 or done == args.steps
             logs = done % args.log_every == 0 or done in (first + 1, args.steps) or sum(times) > SLOW
@@ -242,7 +234,7 @@ def main(argv):
                 seconds += sum(times)
                 times.clear()
             if logs:
-                log.tell_step(out, data, args.steps, lr, done, loss, norm, ms)
+                log.tell_step(out, data, args.steps, lr, done, total, norm, ms)
             if evaluates:
                 judged, right = evaluate(model, data, some)
                 tell(out, f'step {done:5d} | {label}: {data.score(judged, right, some)}', step=done,

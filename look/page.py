@@ -77,7 +77,7 @@ def given_to_cache(memory, seen):
     """q, k and `gone` of a cache. If it shortens positions, its window has the true ones, and the `first`
     tokens are asked by `q_first`, from nearer (fast.caches.scores_from_nearer)."""
     given = {'q': seen.q, 'k': seen.k, 'gone': seen.evicted_at()}
-    if getattr(memory, 'nearer', None) is not None:
+    if getattr(memory, 'rotate', None) is not None:
         own = torch.arange(seen.q.shape[2], device=seen.q.device)
         given |= {'q': memory.rope(seen.q, own), 'k': memory.rope(seen.k, own)}
         if memory.rule.keeps == 'sink':

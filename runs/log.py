@@ -1,6 +1,6 @@
 """The folder of a run: log.jsonl, which locks it, and the checkpoint that --resume goes on from.
 
-    log = log_of(args)                          # ValueError if another run is at work there
+    log, run = begun(args, 0, model, data, size)        # ValueError if another run is at work there
     tell(log, 'what is printed', loss=1.5)      # and a line of log.jsonl
     keep(args, model, opt, run, states)         # ckpt.safetensors; `restore` is the inverse
 """
@@ -11,6 +11,8 @@ import json
 import os
 import shlex
 import shutil
+
+import torch
 
 from common import files
 from common.flags import plural
@@ -81,23 +83,29 @@ def cut_log(log, step, stage=None):
     log.flush()
 
 
-def opening(log, args, model, data, bytes, run):
-    """Print what is trained, and begin the log with it. bytes: about how many a step takes"""
+def begun(args, step, model, data, size):
+    """Begin or go on with the log of a run, and print what is trained -> the log, and what its checkpoints
+    say of the run. step: steps done before; size: about how many bytes a step takes"""
+    log = log_of(args, data.rank == 0 and args.steps > 0)
+    if args.resume and data.rank == 0:
+        cut_log(log, step)
     config = model.config
-    size = sum(p.numel() for p in model.parameters())
+    run = {'args': dataclasses.asdict(args), 'torch': torch.__version__, 'threads': torch.get_num_threads()}
+    count = sum(p.numel() for p in model.parameters())
     about = {key: value for key, value in data.meta.as_dict().items() if key not in ('json', *TRAVELS)}
     train, val = (len(side) // data.meta.step for side in (data.train, data.val))
-    text = (f'{config.summary()} | {size / 1e6:.2f} M parameters | '
+    text = (f'{config.summary()} | {count / 1e6:.2f} M parameters | '
             f'{args.data}: {train:,} + {val:,} {data.unit}, a vocabulary of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(run["threads"], "thread")}')
     if args.steps:
         text += (f'\n{plural(args.batch_size * args.accum, "row")} of {data.T} a step, about '
-                 f'{bytes / 1e9:.2g} GB besides torch; lr {args.lr:.2g}; saved every '
+                 f'{size / 1e9:.2g} GB besides torch; lr {args.lr:.2g}; saved every '
                  f'{plural(args.eval_every, "step")}; recurrence: {model.why}')
         if not args.resume and os.path.exists(f'{args.out}/ckpt.safetensors'):
             text += f'\nthe run in {args.out} is replaced'
     tell(log, text, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
-         device=str(data.device), params=size)
+         device=str(data.device), params=count)
+    return log, run
 
 
 # ---- checkpoints -------------------------------------------------------------------------------------------

@@ -8,15 +8,15 @@ go together, of flags, data and model.
 cls is the class of the model, `config` its Config, `header` what its file says, {} without one.
 """
 import dataclasses
+import functools
 import os
 
 import torch
 
 import models
-from common import files
+from common import files, machine
 from common.checks import idle
 from common.flags import refuse, typed
-from common.machine import whole_memory
 from data import prepare, vocabulary
 from data.kinds import TRAVELS
 from data.rows import PART
@@ -164,6 +164,15 @@ def put(weights, model, config, name, T):
         say(f'--block_size={T}: rope was trained on rows of {config.block_size}')
 
 
+def take_threads(args, header, model, data):
+    """Set the number of CPU threads: --threads, that of a resumed run, or the fastest by trial."""
+    model.eval()                                            # no dropout, and no new random features
+    kept = header.get('threads') if data.world == 1 else None           # the last bits depend on it
+    first_layer = functools.partial(model.first_layer, args.batch_size // data.world, data.T)
+    machine.take_threads(args.threads or kept, data.device, first_layer)
+    model.train()
+
+
 def bytes_of(model, data):
     """About how much memory a step takes besides torch: a parameter with its gradient and two averages, and
     what the backward needs of a batch. Caches and long rows take more."""
@@ -187,7 +196,7 @@ def cannot_go_together(args, data, model):
     yield min(len(data.train), len(data.val)) < least, (
         f'{of} --block_size={data.T}: {len(data.train)} training and {len(data.val)} validation tokens, '
         f'expected at least {least} each; give a longer text, a smaller --block_size, or more --val_tokens')
-    needed, there = bytes_of(model, data), whole_memory(data.device)
+    needed, there = bytes_of(model, data), machine.whole_memory(data.device)
     yield args.steps and needed > there, (
         f'--batch_size={args.batch_size}: weights, optimiser and a batch take about {needed / 1e9:.0f} GB, '
         f'{data.device} has {there / 1e9:.0f}; take a smaller one (with --accum as many rows a step), or '
