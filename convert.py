@@ -49,7 +49,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import models
 import train
@@ -65,13 +64,15 @@ from data.rows import TASK_ROWS, predict, products_in, rows_of
 from fastweight import RULES
 from hub.folders import to_folder
 from look.watch import compared, has_weights, through
-from memory import bias_of
 from model import load, save
 from models.files import Undrawn, fill, overflow_of, whole_config
 from models.hybrid import HybridConfig
 from runs.log import (cut_log, log_of, next_command, pack_optimiser, say, tell, tell_step,
                       unpack_optimiser)
 from runs.starts import PRETRAINED_LR, PRETRAINED_ROW, SMALL, is_large
+from students.begin import balance, remember
+from students.fold import can_fold, fold
+from students.lora import adapt, merge_lora
 from train import LR, SLOW, adamw, begin_step, clipped, evaluate, lr_at
 
 
@@ -103,7 +104,6 @@ LORA_FASTER = 10                                        # its small matrices bea
 TEACHER_LRS = 1e-3, 1e-4                                # learning rates of the teacher that trains on
 LARGE_TEACHER_LRS = 1e-4, 3e-5                          # of a large one, which 1e-3 would destroy
 OFTEN = 'from recipe data steps distil_steps lora row dtype controls out export resume'    # first in --help
-RIDGE = 1e-2                                            # share of the mean square, see `balance`
 
 
 @dataclass
@@ -229,62 +229,6 @@ def begin_as(teacher, student, x, pad=None):
             balance(seen, twin)
 
 
-def remember(seen, gates, beside_cache):
-    """Set the gates so that the matrix remembers as far back as the teacher's head looks. A channel with
-    f = 1 - 1/tau remembers about tau steps. The n channels of a head get different tau: for channel i it is
-    the distance within which a share (i + 1/2) / n of the head's attention falls. Beside a cache, tau is the
-    length of a row, so that a long text leaves states like those of training. W, which makes gates depend on
-    the token, begins as 0. seen: what `through` yields for the teacher"""
-    biases = [getattr(gates, name) for name in ('bias_f', 'bias_z') if hasattr(gates, name)]    # (H, 1, n)
-    if not biases:
-        return
-    _, H, T, _ = seen.q.shape
-    weight = seen.q.new_zeros(H, T)                         # attention per distance
-    if beside_cache:
-        weight[:, -1] = 1
-    else:
-        a = seen.weights(seen.mixer)                        # (B, H, T, T)
-        if seen.real is not None:
-            a = a * seen.real[:, None, :, None]
-        t = torch.arange(T, device=a.device)
-        distance = (t[:, None] - t).abs()
-        weight.index_add_(1, distance.flatten(), a.sum(0).flatten(1))
-    weight = weight.unflatten(0, (len(biases[0]), -1)).sum(1)           # heads that share a matrix: (G, T)
-    nearer = weight.cumsum(1) / weight.sum(1, keepdim=True).clamp(min=1e-30)
-    for bias in biases:
-        n = bias.shape[-1]
-        wanted = (torch.arange(n, device=weight.device) + 0.5) / n
-        tau = torch.searchsorted(nearer, wanted.expand(len(nearer), n).contiguous()) + 1
-        bias.copy_(bias_of(tau.clamp(min=1.2), gates.rule.rate or 1.0)[:, None])
-    gates.proj.weight.zero_()
-
-
-def balance(seen, twin):
-    """Give the matrix beside a cache the weight that the teacher gives to the keys in it: the sum of their
-    e^(q.k_s / sqrt(d)). The matrix itself computes another mass for them. log_mass, which is linear in the
-    layer's input, begins as the least-squares fit to the log of the ratio, with a small penalty (ridge).
-    twin: the student's layer, whose cache evicts by position; seen: as for `remember`"""
-    memory = twin.memory
-    q, k = seen.seen_by(twin)
-    _, _, went, _ = memory.attend_and_evict(q, k, seen.v)
-    pos = went['pos'][0, 0]                                 # per step, what goes; -1: nothing. Heads agree
-    in_matrix = F.one_hot(pos + 1, len(pos) + 1)[:, 1:].cumsum(0) > 0           # (T, T): key s at step t
-    scores = seen.scores.masked_fill(~in_matrix, -math.inf)
-    wanted = scores.logsumexp(-1)                           # (B, H, T)
-    _, mass, _ = memory.overflow.write_evicted(*memory.at_true_positions(q, went), {})
-    steps = in_matrix.any(-1)                               # those with keys in the matrix
-    log_mass = mass.mean(-1)[:, :, steps].clamp(min=1e-30).log()
-    ratio = (wanted[:, :, steps] - log_mass).mT.flatten(0, 1)           # (steps, H)
-    x = seen.u[:, steps].flatten(0, 1)                      # (steps, n_embd)
-    middle = x.mean(0)
-    x = x - middle
-    squares = x.mT @ x
-    squares.diagonal().add_(RIDGE * squares.diagonal().mean())
-    W = torch.linalg.solve(squares, x.mT @ ratio)           # (n_embd, H)
-    memory.log_mass.weight.copy_(W.mT)
-    memory.log_mass.bias.copy_(ratio.mean(0) - middle @ W)
-
-
 # ---- stage 1: layer by layer -------------------------------------------------------------------------------
 def changed(student, new):
     """The student's mixers that have new parameters, by name."""
@@ -376,49 +320,6 @@ def distil(run, teacher, student, names, kind, steps, lr):
 
 
 # ---- stage 2: the whole model ------------------------------------------------------------------------------
-class LoRA(nn.Module):
-    """What is added to W x: B A x * 16 / r. A (r, in) begins random, B (out, r) begins as zero. Hu 2021,
-    arXiv:2106.09685. W may stack several projections; sizes: the rows of each, which gets its own A and B"""
-    def __init__(self, W, rank, sizes):
-        super().__init__()
-        self.scale = 16 / rank
-        self.A = nn.ParameterList()
-        self.B = nn.ParameterList()
-        for size in sizes:
-            self.A.append(torch.randn(rank, W.shape[1], device=W.device) / W.shape[1] ** 0.5)
-            self.B.append(torch.zeros(size, rank, device=W.device))
-
-    def forward(self, x):
-        return self.scale * torch.cat([x @ A.mT @ B.mT for A, B in zip(self.A, self.B)], -1)
-
-    def merged(self):
-        """What is added to W"""
-        return self.scale * torch.cat([B @ A for A, B in zip(self.A, self.B)])
-
-
-def adapt(model, rank, new):
-    """Put LoRA on W_q, W_k, W_v and W_o of every mixer -> the linear layers that have it, each with the hook
-    that adds it. Of the other parameters, only those in `new` will learn."""
-    def added(linear, given, y):
-        return y + linear.lora(*given)
-    for name, p in model.named_parameters():
-        p.requires_grad_(name in new)
-    adapted = []
-    for mixer in model.mixers().values():
-        for linear, sizes in (mixer.qkv, mixer.sizes), (mixer.proj, [len(mixer.proj.weight)]):
-            linear.lora = LoRA(linear.weight, rank, sizes)
-            adapted.append((linear, linear.register_forward_hook(added)))
-    return adapted
-
-
-def merge_lora(adapted):
-    """Merge LoRA into the weights: W becomes W + B A * 16 / r, without changing the teacher's."""
-    for linear, hook in adapted:
-        hook.remove()
-        linear.weight.data = linear.weight.data + linear.lora.merged().data
-        del linear.lora
-
-
 def divergences(model, teacher, data, step):
     """Like train.losses, but KL(teacher || model) where there are targets"""
     begin = data.starts(step)
@@ -450,59 +351,7 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
     model.requires_grad_(True)
 
 
-# ---- fold --------------------------------------------------------------------------------------------------
-def can_fold(model):
-    """-> the features per head. ValueError unless a T2R map directly follows W_q and W_k in every layer
-    without softmax."""
-    c = model.config
-    folding = [mixer.memory for mixer in model.mixers().values() if mixer.memory.rule.keeps != 'all']
-    is_t2r = c.phi.partition(':')[0] in ('t2r', 't2r-scaled')
-    between = c.has_rope() or getattr(c, 'qk_norm', False) or getattr(c, 'qkv_conv', 0)
-    if not is_t2r or between or {memory.rule.keeps for memory in folding} != {None}:
-        raise ValueError('--fold needs --phi=t2r where softmax was, and no rope, norm or convolution between '
-                         'W_q and phi')
-    return folding[0].phi.feature_dim
-
-
-def composed(phi, linear):
-    """A linear layer followed by T2R's W x + b, as one linear layer. phi has W (G, m, d) and b (G, 1, m).
-    linear (H d, n_embd + 1), with its bias as the last column  ->  (H m, n_embd + 1)"""
-    heads = linear.unflatten(0, (-1, phi.head_dim))
-    product = phi.of_heads(phi.weight, heads[None]) @ heads
-    product[..., -1:] += phi.of_heads(phi.bias, heads[None]).mT
-    return product.flatten(0, 1)
-
-
-@torch.no_grad()
-def fold(model):
-    """Multiply T2R's map phi(x) = relu(W x + b) into the projections -> a model with phi = relu. The features
-    of q are relu((W W_q) x + (W b_q + b)), those of k likewise. This is exact. A head then has m channels of
-    q and k, its features, and d of v. Kasai 2021. t2r-scaled reads q / sqrt(d), so we also scale
-    W_q and b_q by d^(-1/2)."""
-    m = can_fold(model)
-    tensors = model.state_dict()
-    for name, mixer in model.mixers().items():
-        if mixer.memory.rule.keeps:
-            continue
-        phi = mixer.memory.phi
-        W = mixer.qkv.weight
-        bias = mixer.qkv.bias
-        if bias is None:
-            bias = W.new_zeros(len(W))
-        q, k, v = torch.cat([W, bias[:, None]], 1).split(mixer.sizes)
-        if phi.scaled:
-            q = q * phi.head_dim ** -0.5
-        linear = torch.cat([composed(phi, q), composed(phi, k), v])
-        tensors[f'{name}.qkv.weight'] = linear[:, :-1]
-        tensors[f'{name}.qkv.bias'] = linear[:, -1]
-    folded = models.changed(model, phi='relu', bias=True, key_dim=m).to(model.embed.weight).eval()
-    for name, x in folded.state_dict().items():             # shares memory with the parameters
-        if name.endswith('.bias'):
-            x.zero_()
-    folded.load_state_dict(tensors, strict=False)
-    return folded
-
-
+# ---- what is recovered of the teacher ----------------------------------------------------------------------
 def logits_along(model, x, y, what, dtype):
     """Read rows x (B, T), each from an empty state, in pieces, so that memory hardly grows with B and T.
     Yield the piece as an index, its logits (n, vocab), its targets of y (n,)"""

@@ -704,6 +704,7 @@ from model import load, rope, save
 from models import ablation, files as model_files, hybrid, pretrained, translator, writes
 from papers import beyond, harness, oren, report, schlag, zhang
 from papers.suites import Way
+from students import begin, fold, lora
 
 HERE = Path(__file__).resolve().parent
 
@@ -3484,7 +3485,7 @@ def test_a_matrix_beside_rows_begins_with_the_weight_of_what_it_holds(rule, firs
             logs.append((wanted / found).log())
         u, logs = seen.u[0, first + reach:], torch.stack(logs)
         far, spread = u - u.mean(0), logs - logs.mean(0)
-        more = (convert.RIDGE * far.square().sum(0).mean()).sqrt() * torch.eye(16).double()
+        more = (begin.RIDGE * far.square().sum(0).mean()).sqrt() * torch.eye(16).double()
         W = torch.linalg.lstsq(torch.cat([far, more]), torch.cat([spread, 0 * more[:, :2]])).solution
         near(memory.log_mass(u), logs.mean(0) + far @ W, 1e-6)
 
@@ -3559,7 +3560,7 @@ def test_folding_t2r_is_an_identity(phi, more, tmp_path):
     """For as many features as channels, fewer and more; also of what was written and read again."""
     how = dict(rule='sum', phi=phi, pos='learned') | more
     model, tokens = small(**how), torch.randint(255, (2, 9))
-    folded = convert.fold(model)
+    folded = fold.fold(model)
     m = model.blocks[0].mixer.memory.phi.feature_dim
     assert len(folded.blocks[0].mixer.qkv.weight) == 2 * m + more.get('n_kv_head', 2) * (m + 8)
     data = Data('byte', 256, **{name: more[name] for name in more if name in PADDED})
@@ -3568,7 +3569,7 @@ def test_folding_t2r_is_an_identity(phi, more, tmp_path):
         near(one(tokens)[0], model(tokens)[0], 1e-12)
     near(model_in_parts(folded, tokens, [5])[0], model(tokens)[0], 1e-12)
     with pytest.raises(ValueError, match='no rope'):
-        convert.fold(small(**how | dict(pos='rope')))
+        fold.fold(small(**how | dict(pos='rope')))
 
 @pytest.mark.parametrize('more', [{}, dict(n_kv_head=1, pos='rope', bias=True),
                                   dict(encoder=1, **PADDED)], ids=['plain', 'grouped', 'cross'])
@@ -3577,7 +3578,7 @@ def test_lora_begins_as_nothing_and_ends_in_the_weights(more):
     model, tokens = small(rule='sum', phi='hedgehog', conv=0, **more), torch.randint(255, (2, 9))
     before, weights = model(tokens)[0], set(model.state_dict())
     new = {name for name in weights if 'phi.' in name}
-    adapted = convert.adapt(model, 3, new)
+    adapted = lora.adapt(model, 3, new)
     model.double()
     near(model(tokens)[0], before, 0)
     model(tokens)[0].square().sum().backward()
@@ -3591,7 +3592,7 @@ def test_lora_begins_as_nothing_and_ends_in_the_weights(more):
         p.data.normal_()
     after = model(tokens)[0].detach()
     assert (after - before).abs().max() > .1
-    convert.merge_lora(adapted)
+    lora.merge_lora(adapted)
     near(model(tokens)[0], after, 1e-12)
     assert set(model.state_dict()) == weights
 
