@@ -704,7 +704,7 @@ from model import load, rope, save
 from models import ablation, files as model_files, hybrid, pretrained, translator, writes
 from papers import beyond, harness, oren, report, schlag, zhang
 from papers.suites import Way
-from students import begin, fold, lora
+from students import begin, fold, judge, lora, stages
 
 HERE = Path(__file__).resolve().parent
 
@@ -3339,7 +3339,7 @@ def stage_1_came_nearer(found):
     '--layers=softmax,gla --distil=auto --dtype=bfloat16', '--recipe=hedgehog --lora=2 --distil_steps=15'])
 def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeypatch, capsys):
     """Also by how much stage 1 lowers the divergence of attention. It is never silent for long."""
-    monkeypatch.setattr(convert, 'SLOW', 0)
+    monkeypatch.setattr(stages, 'SLOW', 0)
     found = converted(teacher, tmp_path, *flags.split())
     said = capsys.readouterr().out
     assert tells_its_steps(said, 'fine-tune', 3)
@@ -3365,7 +3365,7 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
 def test_what_is_recovered_is_told_by_position_with_an_interval():
     gain = torch.linspace(-.1, 0, 3)[:, None].repeat(1, 600).double()
     gain[:, 256:512] -= 1
-    row = convert.recovered(gain)
+    row = judge.recovered(gain)
     means = gain.mean(1).numpy()
     half = 1.96 * np.std(means, ddof=1) / 3 ** .5
     assert row['high'] == pytest.approx(math.exp(means.mean() + half))
@@ -3379,11 +3379,11 @@ def test_layers_that_stay_softmax_are_spread_over_the_depth(a_model, tmp_path):
 
 def test_rows_are_judged_alike_in_pieces_of_6_tokens(monkeypatch):
     model, x = small(rule='sink', cache=6, overflow='sum:slots'), torch.randint(256, (2, 5, 16))
-    whole = convert.nats_along(model, *x, '')
+    whole = judge.nats_along(model, *x, '')
     monkeypatch.setattr(machine, 'LOGITS', 6 * 256)
     seen = Mock(wraps=data_rows_py.predict)
-    monkeypatch.setattr(convert, 'predict', seen)
-    near(convert.nats_along(model, *x, ''), whole, 1e-5)
+    monkeypatch.setattr(judge, 'predict', seen)
+    near(judge.nats_along(model, *x, ''), whole, 1e-5)
     assert max(call.args[1].numel() for call in seen.call_args_list) == 6
 
 @pytest.mark.parametrize('more', [[], ['--lora=2']], ids=['all', 'lora'])
@@ -3532,7 +3532,7 @@ def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, a_model, tmp_path, 
     with monkeypatch.context() as m:
         m.setattr(Rows, 'batch', stop)
         assert convert.main([*flags, cut]) == 130
-    assert len(convert.stages(tmp_path / 'cut')) == 1 + 2 * (at == 9)
+    assert len(stages.checkpoints(tmp_path / 'cut')) == 1 + 2 * (at == 9)
     assert 'began' in refused(capsys, convert.main, '--resume', '--steps=5', cut)
     shutil.copy(a_model('--rule=softmax', '--pos=rope'), mine)
     assert 'the teacher is not' in refused(capsys, convert.main, '--resume', cut)
@@ -3546,8 +3546,8 @@ def test_a_model_does_not_diverge_from_itself(teacher, tmp_path):
     model, meta = load(teacher)
     *sides, of_data = prepare.load_set(meta['args']['data'])
     data = made_rows(*sides, of_data, 16, torch.device('cpu'), 4)
-    run = convert.Conversion(convert.Args(from_=teacher, out=str(tmp_path), eval_rows=4), model, data, {})
-    run.add_line('teacher', model)
+    run = stages.Conversion(convert.Args(from_=teacher, out=str(tmp_path), eval_rows=4), model, data, {})
+    run.judge.add_line('teacher', model)
     convert.finetune(run, 'itself', model, 2, 0.0, teacher=model)
     assert abs(log(tmp_path)[-1]['loss']) < 1e-6
 
@@ -4672,7 +4672,7 @@ ROOMS = [               # a file imports only from rows above its own; papers do
     'models.hybrid models.encoder', 'models.pretrained models.translator', 'models.ablation models.writes',
     'models.__init__', 'models.files',
     'runs.log runs.processes runs.answers runs.states runs.talk look.watch', 'runs.starts look.page',
-    'train sample', 'convert', 'papers.suites', 'papers.harness papers.report',
+    'train sample', 'students.begin students.fold students.judge students.lora students.rivals', 'students.stages', 'convert', 'papers.suites', 'papers.harness papers.report',
     'papers.schlag papers.kasai papers.mao papers.oren papers.zhang papers.beyond', 'bench', 'test_all']
 UP = {'model': {'models.files'}}        # what kind of model a file holds
 LAYER = {name: row for row, names in enumerate(ROOMS) for name in names.split()}

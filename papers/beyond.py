@@ -15,19 +15,19 @@ import statistics
 import numpy as np
 import torch
 
-import convert
 from common import files
 from data import chat, rows, vocabulary
 from data.sets import find_set
 from fastweight import RULES
 from papers.harness import a_line, a_row, a_text, softmax_model, ways_of
 from papers.suites import DELTA, Panel, Suite, Way, chosen, column, from_nothing, only
+from students import judge, rivals
 
 
 # ---- suites mqar, tracking ---------------------------------------------------------------------------------
 def size_of_state(args, result, model, meta):
     """The size of the state for one row, in bytes."""
-    return {'state bytes': convert.bytes_after(model, model.config.block_size)}
+    return {'state bytes': judge.bytes_after(model, model.config.block_size)}
 
 
 def over_widths(args, suite):
@@ -91,18 +91,18 @@ def recovered_in_a_text(args, path, meta, models, own):
     lines = []
     by_position = []
     for form, model in models.items():
-        exact, nats[form], kl = convert.nats_and_kl(models['softmax'], model, x, y, form, args.dtype)
+        exact, nats[form], kl = judge.nats_and_kl(models['softmax'], model, x, y, form, args.dtype)
         gain = exact - nats[form]
-        size = convert.bytes_after(model, x.shape[1])
-        lines.append({'form': form, **convert.recovered(gain), 'KL': kl.mean().item(),
+        size = judge.bytes_after(model, x.shape[1])
+        lines.append({'form': form, **judge.recovered(gain), 'KL': kl.mean().item(),
                       'state bytes': size, 'best other': None, 'over it': None, 'from': None, 'to': None})
-        for start, end in convert.ranges(x.shape[1], 64):
+        for start, end in judge.ranges(x.shape[1], 64):
             share = gain[:, start:end].mean().exp().item()
             by_position.append({'form': form, 'part': 'position', 'position': end, 'ours': 100 * share})
     for row in lines:
         if row['form'] in own:
             others = [form for form in nats if form != 'softmax' and own.get(form) != own[row['form']]]
-            over = convert.over_the_best(nats, row['form'], others)
+            over = judge.over_the_best(nats, row['form'], others)
             row |= dict(zip(['best other', 'over it', 'from', 'to'], over))
     return lines, by_position
 
@@ -138,9 +138,9 @@ def beside_caches(args, suite):
         raise ValueError(f'--beside= is missing: the models that convert.py made of {path}')
     models = {'softmax': teacher}
     own = {}
-    for source, student in convert.models_beside(args.beside, path, meta['data'], args.device):
-        models |= dict(convert.caches(teacher, student))
-        forms = convert.under_policies(source, student)
+    for source, student in rivals.models_beside(args.beside, path, meta['data'], args.device):
+        models |= dict(rivals.limited_caches(teacher, student))
+        forms = rivals.under_policies(source, student)
         models |= forms
         own |= dict.fromkeys(forms, source)
     lines, by_position = recovered_in_a_text(args, path, meta, models, own)

@@ -16,7 +16,6 @@ import time
 import numpy as np
 import torch
 
-import convert
 import train
 from common import files
 from common.weights import weights_digest
@@ -24,6 +23,7 @@ from data import prepare
 from data.kinds import Data
 from data.rows import of_part, rows_of
 from fastweight import RULES
+from students.rivals import can_become_an_rnn
 from memory import Cache, FastWeights, pick_forms
 from model import load
 from papers.suites import IN_PERCENT, chosen, column, only
@@ -229,7 +229,7 @@ def softmax_model(args, tasks=False):
     path = args.init or 'out/ckpt.safetensors'
     model, meta = load(path, args.device)
     of_texts = model.task == 'complete' and meta['data'].kind == 'text'
-    if not convert.can_become_an_rnn(model.config.rules) or not (of_texts or tasks):
+    if not can_become_an_rnn(model.config.rules) or not (of_texts or tasks):
         raise ValueError(f'--init={path}: no softmax layers in a model of texts; python train.py '
                          '--rule=softmax --n_head=4 --out=out/softmax makes one')
     return path, model, meta

@@ -17,7 +17,6 @@ import string
 import numpy as np
 import torch
 
-import convert
 from caches import POLICIES
 from common.terminal import progress
 from look.watch import through
@@ -27,6 +26,7 @@ from model import load
 from papers.harness import (a_line, a_text, model_and_rows, once, over_seeds, softmax_model, task_rows,
                             tokens_a_row, ways_of)
 from papers.suites import Panel, Suite, Way, chosen, from_nothing, only, over
+from students import judge, rivals
 
 SHARES = 64, 32, 16, 8, 4, 2, 1         # the cache is 1 / this of a row
 EVICTING = 'random', 'window', 'sink', 'h2o', 'tova-head', 'tova'
@@ -34,22 +34,22 @@ EVICTING = 'random', 'window', 'sink', 'h2o', 'tova-head', 'tova'
 
 def with_cache(model, policy, cache, sinks=4, **changes):
     """The same softmax model with at most `cache` cached tokens per layer; `softmax` is the model as it is.
-    changes: other `CacheFlags`"""
+    changes: other `a Config`"""
     rules = [policy if rule == 'softmax' else rule for rule in model.config.rules]
-    return convert.cached_by(model, rules, cache=cache, sinks=min(sinks, cache - 1), **changes)
+    return rivals.cached_by(model, rules, cache=cache, sinks=min(sinks, cache - 1), **changes)
 
 
 def nats_in_pieces(args, model, x, y, size, what):
     """Nats (B, T) of the targets y where x is read in pieces of `size`, each from an empty state."""
     nats = []
     for piece, targets in zip(x.split(size, 1), y.split(size, 1)):
-        nats.append(convert.nats_along(model, piece, targets, what, args.dtype))
+        nats.append(judge.nats_along(model, piece, targets, what, args.dtype))
     return torch.cat(nats, 1)
 
 
 def over_perplexity(nats, base, names):
     """Perplexity over that of `base`, both from nats (rows, T), and its 95 % interval, as columns `names`"""
-    found = convert.recovered(nats - base)
+    found = judge.recovered(nats - base)
     return dict(zip(names, [found['recovered'], found['low'], found['high']]))
 
 
@@ -84,8 +84,8 @@ def with_few_cached(args, suite):
 
 
 def nats_by_position(form, nats, first):
-    """Perplexity by convert.ranges of positions of nats (.., T), as rows of the table"""
-    for start, end in convert.ranges(nats.shape[-1], first):
+    """Perplexity by judge.ranges of positions of nats (.., T), as rows of the table"""
+    for start, end in judge.ranges(nats.shape[-1], first):
         mean = nats[..., start:end].mean().item()
         yield {'form': form, 'part': 'position', 'position': end, 'nats': mean, 'perplexity': math.exp(mean)}
 
@@ -106,13 +106,13 @@ def far_along_a_text(args, suite):
     models = {}
     for form, (policy, positions) in only(args, suite.lines).items():
         models[form] = with_cache(teacher, policy, size, positions=positions)
-    for source, model in convert.models_beside(args.beside, path, data, args.device):
-        models |= convert.under_policies(f'{",".join(dict.fromkeys(model.config.rules))}: {source}', model)
+    for source, model in rivals.models_beside(args.beside, path, data, args.device):
+        models |= rivals.under_policies(f'{",".join(dict.fromkeys(model.config.rules))}: {source}', model)
     in_rows = nats_in_pieces(args, teacher, x, y, block, 'in rows')
     rows = list(nats_by_position('softmax, in rows', in_rows, block))
     base = {row['position']: row['perplexity'] for row in rows}
     for form, model in models.items():
-        nats = convert.nats_along(model, x, y, form, args.dtype)
+        nats = judge.nats_along(model, x, y, form, args.dtype)
         rows += nats_by_position(form, nats, block)
     for row in rows:
         row['more than in rows'] = row['perplexity'] - base[row['position']]

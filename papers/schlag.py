@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import convert
 from look.watch import through
 from memory import pick_forms
 from models import encoder
 from papers.harness import bits, model_and_rows, once, over_seeds, runs
 from papers.suites import DELTA, Panel, Suite, Way, column, from_nothing, only, over
+from students import rivals
 
 
 # ---- suites capacity, update: how much a matrix of fast weights holds. Section 6.1 -------------------------
@@ -181,7 +181,7 @@ def windows(args, result, model, meta):
         return {}
     found = {}
     for cache in WINDOWS:
-        shorter = convert.cached_by(model, model.config.rules, cache=cache)
+        shorter = rivals.cached_by(model, model.config.rules, cache=cache)
         found[f'with {cache}'] = bits(args, result, shorter, 512, carried=True)
     return found
 
