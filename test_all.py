@@ -4669,7 +4669,7 @@ ROOMS = [               # a file imports only from rows above its own; papers do
     'memory', 'model',                                                          # the ground floor
     'data.vocabulary data.special', 'data.chat data.sources data.tasks data.rows', 'data.sets data.ways', 'data.prepare',
     'hub.families hub.texts', 'hub.folders',
-    'models.hybrid models.encoder', 'models.pretrained models.translator', 'models.ablation models.writes',
+    'models.slots models.encoder', 'models.hybrid', 'models.pretrained models.translator', 'models.ablation models.writes',
     'models.__init__', 'models.files',
     'runs.log runs.processes runs.answers runs.states runs.talk look.watch', 'runs.starts look.page',
     'train sample', 'students.begin students.fold students.judge students.lora students.rivals', 'students.stages', 'convert', 'papers.suites', 'papers.harness papers.report',

@@ -14,7 +14,7 @@ from fastweight import FLOOR, RULES
 from look.watch import through
 from models.ablation import ByKeys, seen_by_k
 from models.files import overflow_of
-from models.hybrid import Slotted
+from models.slots import Slotted
 from models.writes import spread
 
 PAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), 'assets', 'memory.html')

@@ -1,7 +1,8 @@
 """Kinds of models, a file each, and which of them is asked for: by flags, by data, by a file.
 
     GPT               model.py: a decoder with fast weights or a cache
-    hybrid.py         a matrix beside a cache; cached positions brought nearer; slots
+    slots.py          fast weights as hybrids have them: shared by heads, with the map slots
+    hybrid.py         a matrix beside a cache; cached positions brought nearer
     pretrained.py     the layers of Llama, Qwen, Olmo and of the rules' papers: built on hybrid.py
     writes.py         several writes per token (DeltaProduct), and
     ablation.py       delta divided by the sum of keys (Schlag 2021): both built on pretrained.py

@@ -10,8 +10,8 @@ import torch
 
 from caches import for_heads
 from fastweight import FLOOR, RULES
-from models.hybrid import Slotted
 from models.pretrained import Pretrained, PretrainedBlock, PretrainedMixer
+from models.slots import Slotted
 
 
 def seen_by_k(k, n):

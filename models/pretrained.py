@@ -18,7 +18,8 @@ from common.flags import flag, known
 from fastweight import RULES
 from memory import Cache
 from model import ACTS, Block, Conv, by_head, rotated
-from models.hybrid import Hybrid, HybridCache, HybridConfig, HybridMixer, Slotted
+from models.hybrid import Hybrid, HybridCache, HybridConfig, HybridMixer
+from models.slots import Slotted
 
 OUT_GATES = {'silu': F.silu, 'sigmoid': torch.sigmoid}
 

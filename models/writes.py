@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from common.flags import flag
 from fastweight import RULES
 from memory import Gates, wide
-from models.hybrid import Slotted
 from models.pretrained import Pretrained, PretrainedBlock, PretrainedConfig, PretrainedMixer
+from models.slots import Slotted
 
 
 @dataclass
