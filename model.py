@@ -220,7 +220,7 @@ class Mixer(nn.Module):
         both = self.rotate(torch.cat([q, k], 1), steps)
         return both.split([q.shape[1], k.shape[1]], 1)
 
-    def rotate(self, x, pos):
+    def rotate(self, x, pos):           # other speeds: models/pretrained.py
         return rope(x, pos)
 
     def merge(self, o):
@@ -270,7 +270,7 @@ class Block(nn.Module):
 
     def convolve(self, i, x, state):
         """x (B, T, n_embd) -> its convolution, if the model has any. Its part of `state` is replaced. i is 0
-        before the mixer, 1 before the MLP."""
+        before the mixer, 1 before the MLP. An encoder, which has no state, overrides this."""
         if self.convs:
             part = state.get(f'conv{i}', {})
             x, last = self.convs[i](x, part.get('last'))
@@ -390,6 +390,7 @@ class GPT(nn.Module):
         return self.logits(x), state
 
     def logits(self, x):
+        """x (.., n_embd) -> (.., vocab)"""
         return F.linear(x, self.embed.weight)
 
     def cannot_train(self, data, steps):
