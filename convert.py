@@ -169,9 +169,9 @@ def swap(teacher, changes, places=ATTENTIONS):
     for name, mixer in teacher.mixers().items():
         was = mixer.memory
         then = twins[name].memory
-        stays = then.rule.matrix and was.rule.matrix and (then.map, then.norm) == (was.map, was.norm)
+        stays = then.rule.matrix and was.rule.matrix and (then.spec, then.norm) == (was.spec, was.norm)
         if was.rule.matrix and not stays:
-            raise ValueError(f'{name} of the teacher has fast weights already, with --phi={was.map} '
+            raise ValueError(f'{name} of the teacher has fast weights already, with --phi={was.spec} '
                              f'--norm={was.norm}, which are flags of all layers: give these')
     if student.config.every_rule() == old.every_rule():
         raise ValueError(f'layers stay {briefly(old.every_rule())}: nothing would change; take another '

@@ -27,8 +27,8 @@ def shifted_sum(x, w):
 
 
 class Forms(NamedTuple):
-    """The functions that a model computes with; the defaults are plain torch; kernels.py and
-    fast/ have faster ones."""
+    """The functions that a model computes with. The defaults are plain torch; kernels.py and fast/ have
+    faster ones."""
     recurrence: Callable = fastweight.chunked
     bounded: Callable = caches.bounded
     longer: Callable = caches.longer
@@ -178,8 +178,8 @@ class FastWeights(nn.Module):
         super().__init__()
         self.rule = RULES[rule]
         self.norm = norm or self.rule.norm
-        self.map = phi or self.rule.phi
-        self.phi = feature_map(self.map, n_head, key_dim or head_dim)
+        self.spec = phi or self.rule.phi
+        self.phi = feature_map(self.spec, n_head, key_dim or head_dim)
         refuse(mistakes_together(rule, self.phi, self.norm))
         self.gates = self.gates_class(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max,
                                       gate_rank)

@@ -3,7 +3,7 @@
     model = GPT(Config(rule='delta', vocab_size=256))
     logits, state = model(tokens)               # (B, T) -> logits (B, T, vocab), state: what it keeps
     logits, state = model(more_tokens, state)   # continues where the first call stopped, with any T
-    save('x.safetensors', model, {'data': Data('byte', 256)})
+    save('x.safetensors', model, {'note': 'untrained'})
     model, meta = load('x.safetensors')         # meta: what was saved beside the weights
 
 memory.py has what a layer remembers, fastweight.py what it computes. This file makes the keys, values, gates
@@ -307,7 +307,7 @@ class GPT(nn.Module):
     A state has t, the next position (on the CPU), and layers, a list. Each layer is a dict of parts, each
     part a dict of tensors: mixer has S, or a cache (k, v; if it is limited pos, total); conv0 and conv1 have
     last. None is a fresh start."""
-    config_class = Config       # these three differ in each file of models/
+    config_class = Config       # the files of models/ have others of these three
     block_class = Block
     task = 'complete'           # what sample.py does with it
 

@@ -456,7 +456,8 @@ def test_compressed_positions_shrink_long_gaps():
 # ---- The bridge: the default model on one page -------------------------------------------------------------
 
 def on_one_page(w, tokens, n_head=8, n_layer=4):
-    """What `python train.py --rule=delta` trains, whole. w: its weights by name, tokens (B, T) -> logits (B, T, vocab)
+    """What `python train.py --rule=delta` trains, whole. w: its weights by name, tokens (B, T) -> logits (B, T, vocab).
+    `recurrent` in place of `chunked` gives the same, a step at a time; S is the state that a next text would go on from.
     """
     def norm(x, gain):
         return F.layer_norm(x, x.shape[-1:], gain)
@@ -471,10 +472,10 @@ def on_one_page(w, tokens, n_head=8, n_layer=4):
     for i in range(n_layer):
         b = {name.removeprefix(f'blocks.{i}.'): p for name, p in w.items()}     # the weights of block i
         # the mixer: each head writes v under k into its S, erases what k found there, and reads with q
-        u = conv(norm(x, b['norm1.weight']), b['convs.0.weight'])
+        u = conv(norm(x, b['norm1.weight']), b['convs.0.weight'])               # like x, (B, T, 128)
         q, k, v = (heads(y) for y in (u @ b['mixer.qkv.weight'].T).chunk(3, -1))
-        beta = 2 * (u @ b['mixer.memory.gates.proj.weight'].T).sigmoid().mT     # how strongly, (B, H, T)
-        o, S = chunked(l2(F.silu(q)), l2(F.silu(k)), v, write=beta, erase=beta)
+        beta = 2 * (u @ b['mixer.memory.gates.proj.weight'].T).sigmoid().mT     # how strongly: --beta_max, (B, H, T)
+        o, S = chunked(l2(F.silu(q)), l2(F.silu(k)), v, write=beta, erase=beta)         # (B, H, T, d), (B, H, d, d)
         o = norm(o, b['mixer.out_norm.weight']).transpose(1, 2).flatten(2)      # the heads side by side
         x = x + o @ b['mixer.proj.weight'].T
         # the MLP
@@ -3457,7 +3458,7 @@ def test_gates_begin_with_the_memory_of_their_heads(changes, memory, a_model, mo
     convert.begin_as(teacher, student, x)
     for seen, block in zip(through(teacher, x), student.blocks):
         matrix = getattr(block.mixer.memory, 'overflow', None) or block.mixer.memory
-        if 'slots' in matrix.map:
+        if 'slots' in matrix.spec:
             near(F.cosine_similarity(matrix.phi.weight[:, 0], seen.k[0, :, 0], dim=-1), torch.ones(2), 1e-5)
         gates = matrix.gates
         assert not gates.proj.weight.any() and not torch.equal(gates.bias_f, before)

@@ -71,16 +71,16 @@ class Args(rows.Flags, machine.Flags):
 
 
 # ---- the optimiser -----------------------------------------------------------------------------------------
-def adamw(model, lr, weight_decay, fast=(), times=1.0):
-    """AdamW over all parameters that require gradients, with `times` the rate for those named in `fast`.
+def adamw(model, lr, weight_decay, new=(), factor=1.0):
+    """AdamW over all parameters that require gradients, at `factor` times the rate for those named in `new`.
     Weight decay is for parameters with two axes: not gains, gate biases (H, 1, K), feature maps (H, m, d)."""
     groups = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
             decay = weight_decay if p.dim() == 2 else 0.0
-            speed = times if name in fast else 1.0
-            group = {'params': [], 'weight_decay': decay, 'times': speed}
-            groups.setdefault((decay, speed), group)['params'].append(p)
+            scale = factor if name in new else 1.0
+            group = {'params': [], 'weight_decay': decay, 'scale': scale}
+            groups.setdefault((decay, scale), group)['params'].append(p)
     return torch.optim.AdamW(list(groups.values()), lr=lr, betas=(0.9, 0.99), fused=True)
 
 
@@ -94,7 +94,7 @@ def begin_step(opt, step, lr, seed, rank=0):
     """Set the learning rate of a step (the first is 0) and the seed of its random numbers, dropout included.
     Both depend on nothing else, so a stopped run can be resumed exactly."""
     for group in opt.param_groups:
-        group['lr'] = group['times'] * lr
+        group['lr'] = group['scale'] * lr
     drawn = np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]
     torch.manual_seed(int(drawn))
 
@@ -106,7 +106,7 @@ def losses(model, data, states, step):
 
     The loss of a step is the mean over the targets of all its batches and processes. Rows differ in their
     number of targets, so a mean of the batches' means would be another loss. The processes' losses and
-    gradients are averaged later, so each divides by its share of the targets."""
+    gradients are averaged later, so each divides by all targets over the number of processes."""
     begin = data.starts(step)
     share = data.targets(begin) / data.world
     for i, state in enumerate(states):
@@ -158,8 +158,8 @@ def evaluate(model, data, begin=None, carried=False, label=''):
 
 
 def report(args, model, data, out, **figures):
-    """Compute the final figures on all validation data, read as `blocks` and, of a text, `carried`. They are
-    added to `figures`, and all go to result.json as one flat dict."""
+    """Compute the final figures on all validation data, read as `blocks` and, if the model keeps matrices
+    alone, a text also `carried`. They are added to `figures`, and all go to result.json as one flat dict."""
     begin = data.blocks()
     loss, right = evaluate(model, data, begin, label='validation')
     processes.leave(data.world)                             # one process does the rest
