@@ -67,8 +67,8 @@ class Config:
         """For `refuse`: what would fail far from its cause, be ignored, or be silently wrong."""
         return contradictions(self)
 
-    # What a room says otherwise (models/): a translator has more rules; pretrained heads any width, and other
-    # norms; beside a matrix a cache may be empty.
+    # What a room says otherwise (models/): a translator has more rules; pretrained heads and MLPs have any
+    # width, and other norms; beside a matrix a cache may be empty. A layer without a rule has no entry here.
     def every_rule(self):
         """The rules of all layers."""
         return self.rules
@@ -95,6 +95,9 @@ class Config:
     def has_qkv_bias(self):
         return self.bias
 
+    def width_of_mlp(self):
+        return 4 * self.n_embd
+
     def fewest_cached(self):
         return 1
 
@@ -104,8 +107,8 @@ class Config:
         return rules_that(of) if of else [*RULES]
 
     def uses(self, field):
-        """Whether any layer uses this field."""
-        return not set(self.every_rule()).isdisjoint(self.users(field))
+        """Whether the model uses this field, or any of its layers."""
+        return not field.metadata.get('of') or not set(self.every_rule()).isdisjoint(self.users(field))
 
     def sees_near_alone(self):
         """Whether no query meets a key from far away, whatever the text."""
@@ -248,7 +251,9 @@ ACTS = {'relu2': relu_squared, 'gelu': partial(F.gelu, approximate='tanh')}
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + MLP(norm(x)). Each of these two branches begins with a short convolution
     (--conv=0: none)."""
-    mixer_class = Mixer         # those of models/ have others
+    # models/ have others. A mixer is called with x, its state, t, and returns y and a dict of tensors, batch
+    # first. What watches layers (convert.py, --html) passes over mixers that have no `memory`.
+    mixer_class = Mixer
     conv_class = Conv
 
     def __init__(self, c, rule):
@@ -263,10 +268,10 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def add_mlp(self, c):
-        """Make the MLP. Overridden for other widths, and for what stands between mixer and MLP."""
+        """Make the MLP. Overridden for a gated one, and for what stands between mixer and MLP."""
         self.act = ACTS[c.act]
-        self.up = nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
-        self.down = nn.Linear(4 * c.n_embd, c.n_embd, bias=c.bias)
+        self.up = nn.Linear(c.n_embd, c.width_of_mlp(), bias=c.bias)
+        self.down = nn.Linear(c.width_of_mlp(), c.n_embd, bias=c.bias)
 
     def convolve(self, i, x, state):
         """x (B, T, n_embd) -> its convolution, if the model has any. Its part of `state` is replaced. i is 0
@@ -396,7 +401,8 @@ class GPT(nn.Module):
     def cannot_train(self, data, steps):
         """For `refuse`: why it cannot be trained on such data, a data.kinds.Data, in so many steps"""
         yield data.classes or data.source, (
-            f'{data.name}: it has classes or translations, and this model predicts the next token')
+            f'{data.name}: it has classes or translations, and a {type(self).__name__} predicts the next '
+            'token; leave out the flags that ask for one')
 
     def mixers(self):
         """All mixers by name: blocks.0.mixer, ..."""

@@ -37,7 +37,7 @@ def mistakes_together(name, phi, norm):
     rule = RULES[name]
     mean = norm == 'attn'
     yield not rule.matrix, f'--rule={name} keeps keys and values, no matrix: that is memory.Cache'
-    yield rule.f == 'channel' and rule.write in ('1-f', 'dt'), (
+    yield rule.write in ('1-f', 'dt') and rule.f not in ('head', 'fixed'), (
         f'--rule={name}: f is along the keys, w along the values: write={rule.write} needs f=head')
     yield mean and (rule.z or rule.write == 'channel'), (
         f'--norm=attn with --rule={name}: each value channel is apart and needs a denominator of its own')

@@ -36,15 +36,16 @@ def cannot_be_shown(args, config):
 
 @torch.no_grad()
 def given_to_memories(model, tokens):
-    """What the memory of each layer is given while a text is read, tokens (1, T) -> one dict per layer: q, k,
-    v and the gates that it has, as `recurrent` takes them (1, H or G, n T, .), with n writes per token. A
-    layer with a cache has `gone` (1, G, T) instead of v and gates, see Seen.evicted_at; with a matrix beside
-    it `matrix`, such a dict again."""
+    """What the memory of each layer is given while a text is read, tokens (1, T) -> one dict per layer: its
+    rule; q, k, v and the gates that it has, as `recurrent` takes them (1, H or G, n T, .), with n writes per
+    token. A layer with a cache has `gone` (1, G, T) instead of v and gates, see Seen.evicted_at; with a
+    matrix beside it `matrix`, such a dict again."""
     layers = []
     for seen in through(model, tokens):
         memory = seen.mixer.memory
         n = getattr(memory, 'n', 1)
-        layer = {'n': n, 'q': seen.q, 'normalise': False, 'floor': None}
+        rule = model.config.rules[int(seen.layer.rpartition('.')[2])]
+        layer = {'rule': rule, 'n': n, 'q': seen.q, 'normalise': False, 'floor': None}
         if memory.rule.keeps:
             layer |= given_to_cache(memory, seen)
             if getattr(memory, 'overflow', None) is not None:
@@ -135,7 +136,8 @@ def write_page(args, model, meta, heard):
     tokens, written = map(list, zip(*heard[:ON_A_PAGE]))
     layers = []
     row = torch.tensor([tokens], device=model.embed.weight.device)
-    for rule, given in zip(model.config.rules, given_to_memories(model, row)):
+    for given in given_to_memories(model, row):
+        rule = given['rule']
         about = {'rule': rule, 'what': RULES[rule].about, 'overflow': overflow_of(model.config)}
         layers.append(about | on_page(given))
     texts = [added(tokens[max(0, i - LOOK_BACK):i], [token], meta['data']) for i, token in enumerate(tokens)]

@@ -148,6 +148,8 @@ def watched(layer, block, x, rest, real, encoder_real, source=None):
     """Run the block of this name on x and the rest of its arguments, and yield a `Seen` for each of its
     mixers -> its output. The other arguments: as in `Seen`"""
     cross = getattr(block, 'cross', None)
+    if not isinstance(block.mixer, Mixer):          # of your own: it has no q, k and v
+        return first(block(x, *rest))
     with recorded(block.mixer.memory) as calls, recorded(cross or block) as of_cross:
         y = first(block(x, *rest))
     (u, q, k, v, *_), o = calls

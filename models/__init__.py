@@ -10,8 +10,9 @@
     translator.py     an encoder, and a decoder that reads what it has written
     files.py          models in files: save, load
 
-A file of a kind is read after model.py, and what it is built on. A new kind is a file, a line in KINDS and
-three in `named`.
+A file of a kind is read after model.py, and what it is built on. A new kind is a file, a line in KINDS, three
+in `named`, and a word in ROOMS of test_all.py. Its own flags (fields of its Config that have a help, and that
+no kind above has) appear in --help under its title, and any of them asks for it, whatever its value.
 """
 import dataclasses
 
@@ -93,9 +94,9 @@ def merged(parts):
     return {name: value for part in parts for name, value in part.items()}
 
 
-def asked_for(given, like=None):
+def asked_for(given, like=None, told=''):
     """The first class that has all these flags of a model, a dict, and what they ask for. like: a class on
-    which it has to be built. ValueError, with what each flag is for, if there is none."""
+    which it has to be built. ValueError, with what each flag is for, if there is none. told: begins it"""
     names = [*KINDS]
     rules = by_layer(given.get('layers', ''), given.get('rule', 'delta'), 64)
     least = 'GPT'
@@ -109,7 +110,8 @@ def asked_for(given, like=None):
             return cls
     owners = [f'--{own} is for {title or name!r}' for name, title in KINDS.items() if name != 'GPT'
               for own in own_flags(name) if own in given]
-    raise ValueError(f'{", ".join(owners)}: no model has all of that; leave one out (--help lists them)')
+    begins = f'{told}: ' if told else ''
+    raise ValueError(f'{begins}{", ".join(owners)}: no model has all of that; leave one out (--help lists them)')
 
 
 def for_data(cls, data):

@@ -216,6 +216,9 @@ class EncoderConfig(Config):
     def layer_norm(self):
         return nn.LayerNorm(self.n_embd, self.eps, bias=self.bias)
 
+    def width_of_mlp(self):
+        return self.n_inner or super().width_of_mlp()
+
     def n_inputs(self):
         """The number of inputs for block_size tokens: one per token or patch, and cls."""
         return self.block_size // (self.patch or 1) + self.cls
@@ -237,12 +240,6 @@ class WideBlock(EncoderBlock):
     def __init__(self, c, rule):
         super().__init__(c, rule)
         self.post_norm = c.post_norm
-
-    def add_mlp(self, c):
-        width = c.n_inner or 4 * c.n_embd
-        self.act = ACTS[c.act]
-        self.up = nn.Linear(c.n_embd, width, bias=c.bias)
-        self.down = nn.Linear(width, c.n_embd, bias=c.bias)
 
 
 class Encoder(GPT):

@@ -20,8 +20,8 @@ from data.kinds import Data
 from fastweight import RULES
 from memory import FastWeights
 
-# What a kind of model has in its Config and another lacks, with the value that means: no such part. Older
-# files have all of these, and folders some.
+# What a kind of model has in its Config and another lacks, with the value that means: no such part. Files of
+# older versions have all of these, and folders some. A new field needs no entry.
 ABSENT = {
     'overflow': '', 'positions': 'true', 'writes': 1,
     'causal': True, 'pool': 'mean', 'classes': 0, 'pad': None, 'patch': 0, 'cls': False, 'pooler': False,

@@ -97,6 +97,9 @@ class PretrainedConfig(HybridConfig):
     def has_qkv_bias(self):
         return self.bias or self.qkv_bias
 
+    def width_of_mlp(self):
+        return self.n_inner or super().width_of_mlp()
+
     def layer_norm(self):
         if self.rms:
             return nn.RMSNorm(self.n_embd, self.eps)
@@ -136,6 +139,9 @@ def swiglu(x):
     """silu(a) b, x = [a, b]. Shazeer 2020, arXiv:2002.05202"""
     a, b = x.chunk(2, -1)
     return F.silu(a) * b
+
+
+ACTS['swiglu'] = swiglu
 
 
 class Skip(Slotted):
@@ -230,9 +236,9 @@ class PretrainedBlock(Block):
         self.norm_after = c.norm_after and not RULES[rule].matrix
 
     def add_mlp(self, c):
-        width = c.n_inner or 4 * c.n_embd
-        self.act = swiglu if c.act == 'swiglu' else ACTS[c.act]
-        self.up = nn.Linear(c.n_embd, width * (1 + (c.act == 'swiglu')), bias=c.bias)
+        width = c.width_of_mlp()
+        self.act = ACTS[c.act]
+        self.up = nn.Linear(c.n_embd, 2 * width if c.act == 'swiglu' else width, bias=c.bias)
         self.down = nn.Linear(width, c.n_embd, bias=c.bias)
 
     def forward(self, x, state=None, t=0):
@@ -264,10 +270,10 @@ class Pretrained(Hybrid):
         return F.linear(x, (self.head or self.embed).weight)
 
 
-def as_published(given):
-    """The flags of a Config and, where it does not give them, those of its rule's paper, with RMSNorm for
-    each norm. ValueError if no paper is known, or several are."""
-    rules = {rule for rule in PretrainedConfig(**given).rules if RULES[rule].matrix}
+def as_published(given, rules):
+    """The flags of a Config with these rules and, where it does not give them, those of the rule's paper,
+    with RMSNorm for each norm. ValueError if no paper is known, or several are."""
+    rules = {rule for rule in rules if RULES[rule].matrix}
     if len(rules) != 1 or not rules <= PUBLISHED.keys():
         raise ValueError(f'--published with {", ".join(rules)}: take one of {", ".join(PUBLISHED)}, maybe '
                          'with softmax')

@@ -65,8 +65,8 @@ def new_model(args, given):
     refuse(idle(given, config))
     if args.published:
         from models.pretrained import as_published
-        given = as_published(given)
-        cls = models.asked_for(given)
+        given = as_published(given, config.rules)
+        cls = models.asked_for(given, told='--published')
         config = cls.config_class(**given)
     args.row = config.block_size
     return args, cls, config, {}, {}
