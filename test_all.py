@@ -5,7 +5,7 @@
     EXERCISE=1 pytest test_all.py -k exercise       the README's exercises: they fail until solved
 
 Part one is what must be true of the definitions: section 1 is on the README's path. Then come the
-exercises, and part two with all else. Models of the hub and a server are last.
+exercises, and part two with all else, in the order of the floors and rooms that README names.
 """
 import doctest
 import math
@@ -751,8 +751,122 @@ def close(found, exact, tol=1e-10):
     assert found.keys() == exact.keys()
     near([found[name] for name in exact], list(exact.values()), tol)
 
+TEXT = ''.join(f'line {i}: the quick brown fox jumps over {i * i} lazy dogs\n' for i in range(200))
+TINY = '--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --batch_size=4 --device=cpu --threads=1'.split()
+SHORT = '--steps=3 --distil_steps=4 --eval_rows=4 --batch_size=2'.split()
 
-# ---- 6. What part one left out of the definitions ----------------------------------------------------------
+def put(folder, name, content):
+    """The path of a file with this text."""
+    path = folder / name
+    path.write_text(content)
+    return str(path)
+
+@pytest.fixture(scope='session')
+def text(tmp_path_factory):
+    """The path of a small text."""
+    return put(tmp_path_factory.mktemp('text'), 'text.txt', TEXT)
+
+@pytest.fixture(scope='session')
+def characters(text, prepared_data):
+    """The same, prepared as characters: the bytes of an untrained model are none."""
+    return prepare.prepare(text, tokenizer='char')
+
+def trained(data, out, *flags, steps=4, eval_every=4):
+    """Train; the path of the checkpoint it ends in."""
+    run = [f'--data={data}', f'--out={out}', *TINY, f'--steps={steps}', f'--eval_every={eval_every}', *flags]
+    assert train.main(run) == 0
+    return os.path.join(out, 'ckpt.safetensors')
+
+@pytest.fixture(scope='session')
+def a_model(text, characters, tmp_path_factory):
+    """a_model('--rule=kda', ...): a checkpoint that is trained once for all tests, and left as it is."""
+    @functools.cache
+    def get(*flags, data=text, steps=4):
+        return trained(data, tmp_path_factory.mktemp('model'), *flags, steps=steps, eval_every=steps)
+    return get
+
+def log(out):
+    return [json.loads(line) for line in (Path(out) / 'log.jsonl').read_text().splitlines()]
+
+def refused(capsys, main, *argv):
+    """Run a script that must refuse; its one line of complaint, after notes if any."""
+    capsys.readouterr()
+    assert main(list(argv)) == 2
+    *notes, err = capsys.readouterr().err.splitlines()
+    assert err.startswith('error: ') and all(line.startswith('note: ') for line in notes), err
+    return err
+
+def written(capsys, *argv, main=sample.main):
+    """What sample.py writes to stdout and to stderr."""
+    capsys.readouterr()
+    assert main(list(argv)) == 0
+    return tuple(capsys.readouterr())
+
+@pytest.fixture(scope='session')
+def places(text, characters, threes, turned_around, few_words, a_model, tmp_path_factory):
+    """What words in capitals stand for in tables of flags."""
+    texts = tmp_path_factory.mktemp('texts')
+    found = dict(TEXT=text, CHARACTERS=characters, THREES=threes, PAIRS=turned_around, WORDS=few_words)
+    found.update({rule.upper(): a_model(f'--rule={rule}') for rule in ('softmax', 'gated_delta', 'window')})
+    found.update({pos.upper(): a_model('--rule=softmax', f'--pos={pos}') for pos in ('rope', 'learned')})
+    found['READER'] = a_model('--causal=false', data=threes)
+    found['TRANSLATOR'] = a_model('--encoder=1', '--rule=softmax', data=turned_around)
+    found['TALKER'] = a_model('--rule=softmax', data=characters)
+    for name, content in dict(SCRAP='few words\n' * 3, FEW_WORDS='a b c d\n' * 999, EMPTY='').items():
+        found[name] = put(texts, name, content)
+    found['FOLDER'] = os.path.dirname(found['SOFTMAX'])
+    found['LINK'] = str(texts / 'link.safetensors')
+    os.symlink(found['SOFTMAX'], found['LINK'])
+    return found
+
+def filled(flag, places):
+    return re.sub('[A-Z_]{4,}', lambda word: places[word[0]], flag)
+
+def small(**flags):
+    """A model in fp64 whose weights are far from any special place: nothing hides behind a zero."""
+    sizes = dict(n_layer=2, n_head=2, n_embd=16, block_size=32)
+    model = GPT(Config(**sizes | flags)).double().eval()
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    return model
+
+def model_in_parts(model, tokens, cuts):
+    """Logits (B, T, vocab) from cut to cut, and the last state."""
+    def of_part(start, end, state):
+        logits, state = model(tokens[:, start:end], state)
+        return logits.mT, state
+    logits, state = in_parts(of_part, cuts, tokens.shape[1])
+    return logits.mT, state
+
+def in_order(cached, *more):
+    """Positions, keys and values by their position: tokens lie where there was room."""
+    order = cached['pos'].argsort(-1)
+    taken = cached['pos'].take_along_dim(order, -1) >= 0
+    found = []
+    for name in ('pos', 'k', 'v', *more):
+        x = cached[name]
+        found.append(x.take_along_dim(order if x.dim() == 3 else order[..., None], 2)[taken])
+    return found
+
+def comparable(state):
+    """A model's state as a flat dict, with rows in order."""
+    layers = [dict(layer, mixer=dict(layer['mixer'])) for layer in state['layers']]
+    for cached in [layer['mixer'] for layer in layers]:
+        if cached.pop('total', None) is not None:
+            cached['pos'], cached['k'], cached['v'] = in_order(cached)
+    return {name: x.double() for name, x in pack({**state, 'layers': layers}).items()}
+
+def same(a, b):
+    a, b = weights_py.read_tensors(a)[0], weights_py.read_tensors(b)[0]
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+@torch.no_grad()
+def costs(model, tokens):
+    """Nats of each next token (B, T - 1), of whole rows at once."""
+    return F.cross_entropy(model.eval()(tokens[:, :-1])[0].mT, tokens[:, 1:], reduction='none')
+
+
+# ---- 6. fastweight.py and caches.py: what part one left out ------------------------------------------------
 
 @pytest.mark.parametrize('name', FEATURE_MAPS)
 def test_feature_map_has_its_shape_and_traits_and_mixes_nothing(name):
@@ -815,6 +929,22 @@ def test_cosformer_weighs_by_the_cosine_of_the_distance():
     with pytest.raises(ValueError, match='up to 8'):
         phi(q, 'q', 1)
 
+def test_slots_begin_as_clusters_of_the_keys():
+    """Three heaps of keys, and the first token apart from them."""
+    which = F.pad(torch.randint(1, 4, (80,)), (1, 0))
+    k = 9 * torch.eye(4)[which] + .1 * torch.randn(1, 1, 81, 4)
+    phi = feature_map('slots:4', 1, 4)
+    found = []
+    for seed in range(9):                       # k-means may end in a poorer place
+        torch.manual_seed(seed)
+        phi.begin(k)
+        slots = phi(k, 'k')[0, 0].argmax(-1)
+        assert slots[0] == 0
+        found.append(len({*zip(which.tolist(), slots.tolist())}) == len(set(slots.tolist())) == 4)
+    assert any(found)
+    phi.begin(k[:, :, :3])                      # fewer keys than slots
+    assert phi(k, 'k').isfinite().all()
+
 @every_form
 def test_the_state_is_fp32_whatever_the_inputs(form):
     ones = torch.ones(1, 1, 300, 1, dtype=torch.bfloat16)
@@ -835,15 +965,50 @@ def test_autocast_leaves_the_recurrence_alone(form):
         grads.append([o, S, *torch.autograd.grad(o.sum() + S.sum(), leaf)])
     near(*grads, 1e-6)
 
-def in_order(cached, *more):
-    """Positions, keys and values by their position: tokens lie where there was room."""
-    order = cached['pos'].argsort(-1)
-    taken = cached['pos'].take_along_dim(order, -1) >= 0
-    found = []
-    for name in ('pos', 'k', 'v', *more):
-        x = cached[name]
-        found.append(x.take_along_dim(order if x.dim() == 3 else order[..., None], 2)[taken])
-    return found
+def test_the_rule_of_rwkv_7_is_two_writes_a_token():
+    """S_t = S_{t-1} (diag(w) - c (a c)^T) + v k^T, |c| = 1. Peng 2025, arXiv:2503.14456: the first write, with the
+    key a c, forgets and erases what S_{t-1} has for c, the second adds v for k."""
+    r, k, c, a, w = torch.randn(5, 2, 3, 13, 6, dtype=f64)
+    v, c, a, w = torch.randn(2, 3, 13, 5, dtype=f64), l2(c), a.sigmoid(), torch.exp(-math.exp(-.5) * w.sigmoid())
+    S, o = torch.zeros(2, 3, 5, 6, dtype=f64), []
+    for t in range(13):
+        erased = (S @ c[:, :, t, :, None]) * (a * c)[:, :, t, None]
+        S = S * w[:, :, t, None] - erased + v[:, :, t, :, None] * k[:, :, t, None]
+        o.append((S @ r[:, :, t, :, None])[..., 0])
+    at = partial(writes.spread, n=2)
+    for form in recurrent, chunked:
+        found, S_found = form(at(r, i=1), at(a * c, i=0) + at(k, i=1), at(v, i=1), erase=at(1 / (a * w), i=0),
+                              log_f=at(w.log(), i=0))
+        near([found[:, :, 1::2], S_found], [torch.stack(o, 2), S])
+
+def test_the_rule_of_comba_is_a_gated_delta_of_two_strengths():
+    """S_t = S_{t-1} (a - b beta k k^T) + beta v k^T, o_t = S_t (q - d k), |k| = 1, numbers a, b, d. Hu 2025,
+    arXiv:2506.02475. It erases from S_{t-1} before it forgets, so our erase is b beta / a."""
+    (q, k), v = torch.randn(2, 2, 3, 13, 6, dtype=f64), torch.randn(2, 3, 13, 5, dtype=f64)
+    a, beta = torch.randn(2, 2, 3, 13, 1, dtype=f64).sigmoid()
+    k, b, d = l2(k), .6, .3
+    S, o = torch.zeros(2, 3, 5, 6, dtype=f64), []
+    for t in range(13):
+        keep = a[:, :, t, None] * torch.eye(6, dtype=f64)
+        S = S @ (keep - b * beta[:, :, t, None] * k[:, :, t, :, None] * k[:, :, t, None])
+        S = S + beta[:, :, t, None] * v[:, :, t, :, None] * k[:, :, t, None]
+        o.append((S @ (q - d * k)[:, :, t, :, None])[..., 0])
+    for form in recurrent, chunked:
+        near(form(q - d * k, k, v, beta, b * beta / a, a.log()), [torch.stack(o, 2), S])
+
+def test_rows_that_go_first_are_a_shorter_window_and_turned_keys_are_those_of_rope():
+    q, k, v = torch.randn(3, 1, 2, 11, 4, dtype=f64)
+    first = caches.bounded(q, k, v, None, 0, 'window', 4, 0, True)
+    near(first[:2], caches.bounded(q, k, v, None, 0, 'window', 3)[:2])
+    near(first[1][:, :, 10:], (q[:, :, 10:] @ k[:, :, 7:].mT / 2).logsumexp(-1, keepdim=True))
+    t = torch.arange(11)
+    wanted = caches.softmax(rope(q, t), rope(k, t), v)[0]
+    nearer = partial(caches.rotate_nearer, rope=rope, positions='compress')
+    found = caches.bounded(q, k, v, None, 0, 'sink', 11, 2, rotate=nearer)[0]
+    near(found, wanted, 1e-5)                   # angles are fp32
+
+
+# ---- 7. fast/ and kernels.py: the same, faster -------------------------------------------------------------
 
 @pytest.mark.parametrize('policy', POLICIES)
 def test_fast_caches_equal_the_definition_in_all_they_return(policy):
@@ -868,62 +1033,18 @@ def test_fast_caches_equal_the_definition_in_all_they_return(policy):
             near([went2[name][there] for name in 'kv'], [went[name][there] for name in 'kv'])
             near(in_order(cached2, *totals), in_order(cached, *totals), tol)
 
-@pytest.mark.parametrize('t', [5, 10 ** 6, 10 ** 8])
-def test_rope_depends_on_the_distance_alone_at_any_position(t):
-    """And turns by t w_i, as by hand in fp64."""
-    q, k = torch.randn(2, 1, 1, 1, 8)
-    rotated = [rope(x, t + torch.tensor([n])) for x, n in ((q, 7), (k, 3))]
-    near((rotated[0] * rotated[1]).sum(), (rope(q, torch.tensor([4])) * rope(k, torch.tensor([0]))).sum(), 1e-5)
-    w = [np.float64(np.float32(10 ** -i)) for i in range(4)]
-    pairs = q.flatten().view(2, 4).double()
-    wanted = [complex(*pairs[:, i]) * np.exp(1j * (t + 7) * w[i]) for i in range(4)]
-    near(rotated[0].flatten(), torch.tensor([z.real for z in wanted] + [z.imag for z in wanted]).float(), 1e-5)
-
-def test_rows_that_go_first_are_a_shorter_window_and_turned_keys_are_those_of_rope():
-    q, k, v = torch.randn(3, 1, 2, 11, 4, dtype=f64)
-    first = caches.bounded(q, k, v, None, 0, 'window', 4, 0, True)
-    near(first[:2], caches.bounded(q, k, v, None, 0, 'window', 3)[:2])
-    near(first[1][:, :, 10:], (q[:, :, 10:] @ k[:, :, 7:].mT / 2).logsumexp(-1, keepdim=True))
-    t = torch.arange(11)
-    wanted = caches.softmax(rope(q, t), rope(k, t), v)[0]
-    nearer = partial(caches.rotate_nearer, rope=rope, positions='compress')
-    found = caches.bounded(q, k, v, None, 0, 'sink', 11, 2, rotate=nearer)[0]
-    near(found, wanted, 1e-5)                   # angles are fp32
-
-def test_a_matrix_beside_compressed_positions_has_keys_of_true_ones():
-    """Whether matrix or cache is all that counts: with keys as they came, long after they went."""
-    q, k, v = torch.randn(3, 1, 2, 40, 8, dtype=f64)
-    t = torch.arange(40)
-    layers = [hybrid_cache('sink', 16, 2, 8, cache=6, sinks=2, overflow='sum:hedgehog', positions=positions).double()
-              for positions in ('true', 'compress')]
-    true, compress = layers
-    compress.load_state_dict(true.state_dict())
-    x = torch.randn(1, 40, 16, dtype=f64)
-    for bias, wanted in (99, None), (-99, caches.bounded(q, k, v, None, 0, 'sink', 6, 2, True, compress.rotate)[0]):
-        for layer in layers:
-            layer.log_mass.bias.data.fill_(bias)
-        found, state = compress(x[:, :30], q[:, :, :30], k[:, :, :30], v[:, :, :30])
-        later = compress(x[:, 30:], q[:, :, 30:], k[:, :, 30:], v[:, :, 30:], state, 30)[0]
-        near(torch.cat([found, later], 2), true(x, rope(q, t), rope(k, t), v)[0] if wanted is None else wanted, 1e-5)
-
-def test_slots_beside_compressed_positions_are_chosen_by_keys_before_rope():
-    """By hand: weights of the bare keys, by which a slot's key is the mean of keys with rope."""
-    q, k, v = torch.randn(3, 1, 1, 30, 8, dtype=f64)
-    layer = hybrid_cache('window', 8, 1, 8, cache=6, sinks=0, overflow='sum:slots:3', positions='compress').double()
-    layer.log_mass.bias.data.fill_(99)
-    t = torch.arange(30)
-    q_t, k_t = rope(q, t)[0, 0, -1], rope(k, t)[0, 0, :24]      # 6 are still in the cache
-    w = (k[0, 0, :24] @ layer.overflow.phi.weight[0].mT + layer.overflow.phi.bias[0]).softmax(-1)
-    mean = (w.mT @ k_t) / w.sum(0)[:, None]
-    slots = (mean @ q_t / 8 ** .5).exp()
-    wanted = slots @ (w.mT @ v[0, 0, :24]) / (slots @ w.sum(0))
-    near(layer(torch.randn(1, 30, 8, dtype=f64), q, k, v)[0][0, 0, -1], wanted, 1e-5)
-    config = Config(rule='sink', overflow='sum:slots', positions='compress')
-    with pytest.raises(ValueError, match='--positions=true: the matrix of M learned'):
-        model_files.with_other_cache(hybrid.Hybrid, config, 'M', positions='true')
-    assert not model_files.with_other_cache(hybrid.Hybrid, config, 'M', positions='true', overflow='')[1].overflow
-
-# fast/chunks.py and kernels.py
+@pytest.mark.parametrize('impl', ['chunk', 'fused'])
+def test_convolution_equals_torch_conv1d(impl):
+    """In values and gradients, which one form writes by hand."""
+    conv = model_py.Conv(6, 4).double()
+    conv.forms = pick_forms(impl)
+    x = torch.randn(2, 9, 6, dtype=f64, requires_grad=True)
+    outputs = F.conv1d(F.pad(x.mT, (3, 0)), conv.weight.T[:, None], groups=6).mT, conv(x)[0]
+    near(outputs[1], outputs[0])
+    dy = torch.randn(2, 9, 6, dtype=f64)
+    exact, found = (torch.autograd.grad(y, [x, conv.weight], dy) for y in outputs)
+    near(found, exact)
+    near(model_py.relu_squared(x), x.clamp(min=0) ** 2)
 
 @every_gate
 def test_a_long_text_in_segments_is_the_same(gates, monkeypatch):
@@ -1159,7 +1280,7 @@ def test_what_no_triton_kernel_takes_is_said_once(monkeypatch, capsys):
     assert capsys.readouterr().err == ''
 
 
-# ---- 7. Layers and models: any rule, map and normaliser ----------------------------------------------------
+# ---- 8. memory.py and model.py: layers and models of any rule, map and normaliser --------------------------
 
 PAPER = dict(    # the gates of each rule; * by channel
     sum='', gated='write log_f', delta='write erase', decay='log_f* log_z*', retention='log_f', gla='log_f*',
@@ -1181,33 +1302,6 @@ def test_rules_have_the_gates_of_their_papers(rule):
     elif 'erase' in gates:
         assert torch.equal(gates['erase'], gates['write']) == (rule != 'gdn2')
 
-@pytest.mark.parametrize('rule, n', [('delta', 2), ('gated_delta', 3), ('gdn2', 2)])
-def test_n_writes_a_token_are_n_steps_of_which_the_first_forgets_and_the_last_is_read(rule, n):
-    """DeltaProduct, token by token; by any form, cut anywhere."""
-    layer = writes.ManyFastWeights(rule, 8, 2, 4, beta_max=2, n=n).double().eval()
-    x, q = torch.randn(1, 7, 8, dtype=f64), torch.randn(1, 2, 7, 4, dtype=f64)
-    k, v = torch.randn(2, 1, 2, 7, n * 4, dtype=f64)
-    gates = layer.gates(x)
-    S, wanted = torch.zeros(1, 2, 4, 4, dtype=f64), []
-    for t in range(7):
-        if 'log_f' in gates:
-            assert not gates['log_f'][:, :, n * t + 1:n * t + n].any()
-            S = S * gates['log_f'][:, :, n * t, None].exp()
-        for i in range(n):
-            key = l2(F.silu(k[:, :, t, 4 * i:4 * i + 4]))
-            u = gates['write'][:, :, n * t + i] * v[:, :, t, 4 * i:4 * i + 4]
-            S = S + fastweight.outer(u - fastweight.find(S, gates['erase'][:, :, n * t + i] * key), key)
-        wanted.append(fastweight.find(S, l2(F.silu(q[:, :, t]))))
-    for impl in 'loop', 'chunk', 'fused':
-        layer.forms = pick_forms(impl)
-
-        def part(start, end, state):
-            rows = [y[:, :, start:end] for y in (q, k, v)]
-            return layer(x[:, start:end], *rows, state)
-        for cuts in [], [3], range(1, 7):
-            o, state = in_parts(part, cuts, 7)
-            near([o, state['S']], [torch.stack(wanted, 2), S])
-
 def test_gates_start_where_the_docstring_says():
     """Memory lengths from 4 to 512 steps, log-uniform over heads or channels; RetNet's are 2^5, 2^6, ..."""
     spread = torch.tensor([4 * 128 ** (i / 7) for i in range(8)])
@@ -1222,35 +1316,13 @@ def test_gates_start_where_the_docstring_says():
     log_f = FastWeights('retention', 16, 4, 8).gates(torch.randn(1, 1, 16))['log_f']
     near(1 - log_f.exp().flatten(), .5 ** torch.tensor([5., 6, 7, 8]), 1e-4)
 
-def test_delta_attn_is_schlags_ablation():
-    """v_bar_t = W_{t-1} k_t / (n_{t-1} . k_t), 0 at first; y_t = W_t q_t / (n_t . q_t). Schlag eqs. 27-29."""
-    layer = ablation.ByKeys('delta', 8, 2, 4, 'elu', 'attn').double().eval()
-    x, (q, k, v) = torch.randn(1, 7, 8, dtype=f64), torch.randn(3, 1, 2, 7, 4, dtype=f64)
-    written, reads = layer.to_write(x, k, v), layer.to_read(q)
-    keys, beta = written['k'], written['write']
-    near(keys.sum(-1), torch.ones(1, 2, 7, dtype=f64))
-    W, n = torch.zeros(1, 2, 4, 4, dtype=f64), torch.zeros(1, 2, 4, dtype=f64)
-    o = []
-
-    def over(x):
-        return (W @ x[..., None]).squeeze(-1) / (n * x).sum(-1, keepdim=True).clamp(min=1e-6)
-    for t in range(7):
-        k_t = keys[:, :, t]
-        u = beta[:, :, t] * (v[:, :, t] - over(k_t))
-        W = W + u[..., None] * k_t[..., None, :]
-        n = n + k_t
-        o.append(over(reads[:, :, t]))
-    for impl in 'loop', 'chunk', 'fused':
-        layer.forms = pick_forms(impl)
-        near(layer(x, q, k, v)[0], torch.stack(o, 2))
-
-def small(**flags):
-    """A model in fp64 whose weights are far from any special place: nothing hides behind a zero."""
-    sizes = dict(n_layer=2, n_head=2, n_embd=16, block_size=32)
-    model = GPT(Config(**sizes | flags)).double().eval()
-    for p in model.parameters():
-        p.data += 0.1 * torch.randn_like(p)
-    return model
+@pytest.mark.parametrize('gates, why', [
+    (dict(f='channel', write='1-f'), 'needs f=head'),
+    (dict(phi='elu', norm='attn', write='channel'), 'denominator of its own')])
+def test_a_rule_whose_gates_do_not_fit_is_refused(gates, why, monkeypatch):
+    monkeypatch.setitem(RULES, 'mine', fastweight.Rule('', **gates))
+    with pytest.raises(ValueError, match=why):
+        FastWeights('mine', 8, 2, 4)
 
 @pytest.mark.parametrize('rule, phi', [('sum', 'favor'), ('gated', 'rfa')])
 def test_random_features_are_redrawn_in_training_only_where_batches_may_share_a_backward(rule, phi):
@@ -1321,33 +1393,16 @@ def test_heads_that_share_keys_share_a_matrix(phi):
         alone, own = layer(x, q[:, h::3], k, v)
         near([o[:, h::3], shared['S']], [alone, own['S']])
 
-def test_slots_are_read_by_the_mean_of_the_keys_in_them():
-    """Step by step: a key's weight is the sum, over slots, of its share times e^(q.c / sqrt(d))."""
-    layer = hybrid.Slotted('sum', 8, 2, 4, 'slots:3', 'attn').double().eval()
-    q, k, v = torch.randn(3, 1, 2, 7, 4, dtype=f64)
-    shares = layer.phi(k, 'k')
-    found = layer(torch.randn(1, 7, 8, dtype=f64), q, k, v)[0]
-    for t in range(7):
-        share = shares[:, :, :t + 1]
-        c = share.mT @ k[:, :, :t + 1] / share.sum(2)[..., None]
-        weights = share @ (c @ q[:, :, t, :, None] / 2).exp()
-        near(found[:, :, t], ((weights * v[:, :, :t + 1]).sum(2) / weights.sum(2)))
-
-def test_slots_begin_as_clusters_of_the_keys():
-    """Three heaps of keys, and the first token apart from them."""
-    which = F.pad(torch.randint(1, 4, (80,)), (1, 0))
-    k = 9 * torch.eye(4)[which] + .1 * torch.randn(1, 1, 81, 4)
-    phi = feature_map('slots:4', 1, 4)
-    found = []
-    for seed in range(9):                       # k-means may end in a poorer place
-        torch.manual_seed(seed)
-        phi.begin(k)
-        slots = phi(k, 'k')[0, 0].argmax(-1)
-        assert slots[0] == 0
-        found.append(len({*zip(which.tolist(), slots.tolist())}) == len(set(slots.tolist())) == 4)
-    assert any(found)
-    phi.begin(k[:, :, :3])                      # fewer keys than slots
-    assert phi(k, 'k').isfinite().all()
+@pytest.mark.parametrize('t', [5, 10 ** 6, 10 ** 8])
+def test_rope_depends_on_the_distance_alone_at_any_position(t):
+    """And turns by t w_i, as by hand in fp64."""
+    q, k = torch.randn(2, 1, 1, 1, 8)
+    rotated = [rope(x, t + torch.tensor([n])) for x, n in ((q, 7), (k, 3))]
+    near((rotated[0] * rotated[1]).sum(), (rope(q, torch.tensor([4])) * rope(k, torch.tensor([0]))).sum(), 1e-5)
+    w = [np.float64(np.float32(10 ** -i)) for i in range(4)]
+    pairs = q.flatten().view(2, 4).double()
+    wanted = [complex(*pairs[:, i]) * np.exp(1j * (t + 7) * w[i]) for i in range(4)]
+    near(rotated[0].flatten(), torch.tensor([z.real for z in wanted] + [z.imag for z in wanted]).float(), 1e-5)
 
 PAIRS = dict(encoder=2, n_embd=32, n_head=4, vocab_size=20, pad=19, source=7, block_size=16)
 TRANSLATORS = [
@@ -1408,22 +1463,6 @@ def test_model_can_be_cut_and_leaks_nothing(flags, monkeypatch):
         near(found, whole[:, 6:], 1e-9)
         found.sum().backward()
 
-def model_in_parts(model, tokens, cuts):
-    """Logits (B, T, vocab) from cut to cut, and the last state."""
-    def of_part(start, end, state):
-        logits, state = model(tokens[:, start:end], state)
-        return logits.mT, state
-    logits, state = in_parts(of_part, cuts, tokens.shape[1])
-    return logits.mT, state
-
-def comparable(state):
-    """A model's state as a flat dict, with rows in order."""
-    layers = [dict(layer, mixer=dict(layer['mixer'])) for layer in state['layers']]
-    for cached in [layer['mixer'] for layer in layers]:
-        if cached.pop('total', None) is not None:
-            cached['pos'], cached['k'], cached['v'] = in_order(cached)
-    return {name: x.double() for name, x in pack({**state, 'layers': layers}).items()}
-
 def test_a_seed_gives_the_weights_and_logits_it_has_always_given():
     """The same draws in the same order as in commit 0db4890, whose last norm began with a gain of 1."""
     torch.manual_seed(0)
@@ -1432,36 +1471,114 @@ def test_a_seed_gives_the_weights_and_logits_it_has_always_given():
     near(10 * found, torch.tensor([-0.3310, -6.5162, 1.2637, -6.7830]), 1e-3)
     assert not [name for name in GPT(Config(out_norm=False)).state_dict() if 'out_norm' in name]
 
-@pytest.mark.parametrize('flags', [dict(), dict(post_norm=True), dict(causal=False, pad=0, conv=3),
-                                   dict(norm_after=True, qk_norm=True, qk_norm_all=True)])
-def test_through_tells_what_forward_computes(flags):
-    m = GPT(Config(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16, **flags)).double()
-    tokens = torch.randint(1, 256, (2, 9))
-    if 'pad' in flags:
-        tokens[1, 6:] = 0
-    for seen in through(m, tokens):
-        block = m.get_submodule(seen.layer)
-        u = seen.x if getattr(block, 'norm_after', False) else block.norm1(seen.x)
-        u = block.convolve(0, u, *(seen.rest or ({},)))
-        near(seen.u, u)
-        found = seen.mixer.proj(seen.mixer.merge(seen.outputs(seen.mixer)))
-        near(found, watch.first(seen.mixer(u, *seen.rest)))
-        last = watch.first(block(seen.x, *seen.rest))
-        near(seen.y, last)
-    near(m.norm(last), m.hidden(tokens)[0])
+def test_a_rule_a_map_and_a_policy_of_your_own_may_come_at_any_time(a_model, monkeypatch):
+    monkeypatch.setitem(POLICIES, 'odd', lambda a, total, pos, v, t, cache, sinks: pos % 2 + pos / 1e3)
+    monkeypatch.setitem(FEATURE_MAPS, 'cube', partial(fastweight.FeatureMap, f=lambda x: x.relu() ** 3))
+    monkeypatch.setitem(RULES, 'mine', fastweight.Rule('sum by cubes', 'cube', 'attn'))
+    monkeypatch.setitem(RULES, 'oddly', fastweight.Rule('keeps odd places', keeps='odd'))
+    assert load(a_model('--rule=softmax'), rule='oddly', cache=4)[0].config.rules == 2 * ['oddly']
+    GPT(Config(rule='softmax', layers='mine,oddly', cache=4, beta_max=2.0)).read(torch.zeros(1, 9, dtype=int))
+    for wrong in dict(rule='yours'), dict(layers='yours'), dict(encoder=1, cross='yours'):
+        with pytest.raises(ValueError, match='gdn2, softmax, .*mine'):
+            Config(**wrong)
+    for bounded in caches.bounded, fast.caches.bounded:
+        test_policies_agree_with_the_book_token_for_token('odd', bounded)
 
-@pytest.mark.parametrize('impl', ['chunk', 'fused'])
-def test_convolution_equals_torch_conv1d(impl):
-    """In values and gradients, which one form writes by hand."""
-    conv = model_py.Conv(6, 4).double()
-    conv.forms = pick_forms(impl)
-    x = torch.randn(2, 9, 6, dtype=f64, requires_grad=True)
-    outputs = F.conv1d(F.pad(x.mT, (3, 0)), conv.weight.T[:, None], groups=6).mT, conv(x)[0]
-    near(outputs[1], outputs[0])
-    dy = torch.randn(2, 9, 6, dtype=f64)
-    exact, found = (torch.autograd.grad(y, [x, conv.weight], dy) for y in outputs)
-    near(found, exact)
-    near(model_py.relu_squared(x), x.clamp(min=0) ** 2)
+@pytest.mark.parametrize('given, why', [
+    (dict(encoder=1, source=5), 'source'), (dict(rope_scaling=[8, 4, 1, 32]), 'low below high'), (dict(rule='sink', overflow=':favor'), '--overflow=:favor'),
+    (dict(norm='zzz'), '--norm=zzz: one of attn, sum'), (dict(n_head=0), 'a whole number, at least 1')], ids=str)
+def test_what_no_flag_says_is_refused_in_python_too(given, why):
+    with pytest.raises(ValueError, match=why):
+        GPT(Config(**dict(n_layer=1, n_embd=16, n_head=4) | given))
+
+@pytest.mark.parametrize('flags', [dict(rule=rule, cache=8) for rule in RULES] + [
+    dict(rule='window', cache=4, overflow='sum:hedgehog'), dict(rule='softmax', causal=False, classes=3, patch=2)],
+    ids=str)
+def test_weights_in_bfloat16_give_nearly_the_same(flags):
+    """At once and step by step; the states of matrices are fp32."""
+    m, tokens = GPT(Config(n_layer=2, n_head=2, n_embd=16, block_size=32, **flags)).eval(), torch.randint(9, (2, 8))
+    with torch.inference_mode():
+        exact = m(tokens)[0]
+        model_files.round_weights(m)
+        assert F.cosine_similarity(m(tokens)[0].float().flatten(), exact.flatten(), 0) > .99
+        if m.task == 'complete':
+            found, state = model_in_parts(m, tokens, range(1, 8))
+            assert F.cosine_similarity(found.float().flatten(), exact.flatten(), 0) > .99
+            S = [x for layer in state['layers'] for name, x in layer['mixer'].items() if name == 'S']
+            assert all(x.dtype == torch.float32 for x in S)
+
+@pytest.mark.parametrize('flags', [
+    *[dict(rule=rule, cache=4, sinks=2) for rule in (*VARIED, 'sink', 'random', 'h2o-layer', 'mean-v')],
+    dict(rule='sum', phi='cosformer:64', pos='learned'), dict(layers='window,delta', cache=5, overflow='sum:favor'),
+    dict(rule='tova', cache=4, n_kv_head=1), dict(rule='sink', cache=6, positions='compress')], ids=str)
+def test_texts_of_unequal_length_are_joined(flags):
+    """And go on as each does alone; the caches of softmax are of the length of the text."""
+    m = small(**flags, block_size=64).double()
+    prompts = [torch.randint(7, (1, n)) for n in (2, 13, 8)]
+    states = [m.read(prompt[:, :-1]) for prompt in prompts]
+    if m.config.rule == 'softmax':
+        with pytest.raises(ValueError, match='join texts of one length'):
+            weights_py.join(states)
+        return
+    state, token = weights_py.join(states), torch.cat([prompt[:, -1:] for prompt in prompts])
+    for _ in range(6):
+        logits, state = m(token, state)
+        for i, own in enumerate(states):
+            wanted, states[i] = m(token[i:i + 1], own)
+            near(logits[i], wanted[0], 1e-5)                    # angles of rope are fp32
+        token = logits.argmax(-1)
+
+def test_threads_share_a_model(a_model):
+    """One generates, one reads layer by layer, one evaluates, each four times: as each alone."""
+    model, meta = load(a_model('--layers=softmax,delta,tova', '--n_layer=3'))
+    _, val, data = prepare.load_set(meta['args']['data'], like=meta['data'])
+    rows = made_rows(val, val, data, 16, torch.device('cpu'))
+    tokens = torch.from_numpy(val[:24].astype(int))[None]
+
+    def generate():
+        return [token.item() for token, _ in itertools.islice(model.generate(tokens, temperature=0), 12)]
+
+    def look():
+        return [seen.o.sum().item() for _ in range(6) for seen in through(model, tokens)]
+
+    def evaluate():
+        return train.evaluate(model, rows, np.arange(0, 640, 16))
+    jobs = [generate, look, evaluate] * 4
+    alone = [job() for job in jobs]
+    with ThreadPoolExecutor(6) as pool:
+        together = [pool.submit(job) for job in jobs]
+    assert [job.result() for job in together] == alone and not model.training
+
+def test_draws_are_those_of_multinomial(monkeypatch):
+    """Bit for bit, of the tokens that are left: a seed says what it has always said. No value breaks it."""
+    logits = torch.tensor([2., 1., 0., -1., -torch.inf])
+    for kw, kept in (({}, 4), (dict(top_k=2), 2), (dict(top_p=.8), 2), (dict(temperature=.5), 4),
+                     (dict(top_k=3, top_p=.999, temperature=2.), 3)):
+        left = logits.masked_fill(torch.arange(5) >= kept, -torch.inf) / kw.get('temperature', 1)
+        mine, torchs = (torch.Generator().manual_seed(0) for _ in range(2))
+        expected = torch.multinomial(left.softmax(0).expand(999, -1), 1, generator=torchs)
+        assert torch.equal(model_py.sample(logits.expand(999, -1), generator=mine, **kw), expected)
+    for kw in dict(temperature=0), dict(temperature=1e-9), dict(top_k=1), dict(top_p=1e-6):
+        assert (model_py.sample(logits.expand(50, -1), **kw) == 0).all()
+    assert model_py.sample(logits[None], temperature=1e9, top_k=99).item() < 4
+    assert len(set(model_py.sample(torch.zeros(99, 9), top_k=3).flatten().tolist())) <= 3       # level ones, too
+    monkeypatch.setattr(torch.Tensor, 'exponential_', lambda r, generator: r.zero_().neg_())
+    assert (model_py.sample(logits.expand(50, -1)) == 0).all()             # some devices draw -0.0 now and then
+
+
+# ---- 9. models/: a matrix beside a cache, published layers, several writes, encoders, translators; their files ----
+
+def test_slots_are_read_by_the_mean_of_the_keys_in_them():
+    """Step by step: a key's weight is the sum, over slots, of its share times e^(q.c / sqrt(d))."""
+    layer = hybrid.Slotted('sum', 8, 2, 4, 'slots:3', 'attn').double().eval()
+    q, k, v = torch.randn(3, 1, 2, 7, 4, dtype=f64)
+    shares = layer.phi(k, 'k')
+    found = layer(torch.randn(1, 7, 8, dtype=f64), q, k, v)[0]
+    for t in range(7):
+        share = shares[:, :, :t + 1]
+        c = share.mT @ k[:, :, :t + 1] / share.sum(2)[..., None]
+        weights = share @ (c @ q[:, :, t, :, None] / 2).exp()
+        near(found[:, :, t], ((weights * v[:, :, :t + 1]).sum(2) / weights.sum(2)))
 
 @pytest.mark.parametrize('rule, phi, policy', [*zip(
     PLAIN_STATE, itertools.cycle(['favor', 'taylor', 'hedgehog']), itertools.cycle(['window', 'sink']))])
@@ -1488,36 +1605,193 @@ def test_overflow_lies_between_fast_weights_and_softmax(rule, phi, policy):
     near(found[:, :, 1::2], rows_alone[:, :, 1::2], 1e-9)
     assert (found - rows_alone).abs().max() > 1e-3
 
-@pytest.mark.parametrize('given, why', [
-    (dict(encoder=1, source=5), 'source'), (dict(rope_scaling=[8, 4, 1, 32]), 'low below high'), (dict(rule='sink', overflow=':favor'), '--overflow=:favor'),
-    (dict(norm='zzz'), '--norm=zzz: one of attn, sum'), (dict(n_head=0), 'a whole number, at least 1')], ids=str)
-def test_what_no_flag_says_is_refused_in_python_too(given, why):
-    with pytest.raises(ValueError, match=why):
-        GPT(Config(**dict(n_layer=1, n_embd=16, n_head=4) | given))
+def test_a_matrix_beside_compressed_positions_has_keys_of_true_ones():
+    """Whether matrix or cache is all that counts: with keys as they came, long after they went."""
+    q, k, v = torch.randn(3, 1, 2, 40, 8, dtype=f64)
+    t = torch.arange(40)
+    layers = [hybrid_cache('sink', 16, 2, 8, cache=6, sinks=2, overflow='sum:hedgehog', positions=positions).double()
+              for positions in ('true', 'compress')]
+    true, compress = layers
+    compress.load_state_dict(true.state_dict())
+    x = torch.randn(1, 40, 16, dtype=f64)
+    for bias, wanted in (99, None), (-99, caches.bounded(q, k, v, None, 0, 'sink', 6, 2, True, compress.rotate)[0]):
+        for layer in layers:
+            layer.log_mass.bias.data.fill_(bias)
+        found, state = compress(x[:, :30], q[:, :, :30], k[:, :, :30], v[:, :, :30])
+        later = compress(x[:, 30:], q[:, :, 30:], k[:, :, 30:], v[:, :, 30:], state, 30)[0]
+        near(torch.cat([found, later], 2), true(x, rope(q, t), rope(k, t), v)[0] if wanted is None else wanted, 1e-5)
 
-def test_a_rule_a_map_and_a_policy_of_your_own_may_come_at_any_time(a_model, monkeypatch):
-    monkeypatch.setitem(POLICIES, 'odd', lambda a, total, pos, v, t, cache, sinks: pos % 2 + pos / 1e3)
-    monkeypatch.setitem(FEATURE_MAPS, 'cube', partial(fastweight.FeatureMap, f=lambda x: x.relu() ** 3))
-    monkeypatch.setitem(RULES, 'mine', fastweight.Rule('sum by cubes', 'cube', 'attn'))
-    monkeypatch.setitem(RULES, 'oddly', fastweight.Rule('keeps odd places', keeps='odd'))
-    assert load(a_model('--rule=softmax'), rule='oddly', cache=4)[0].config.rules == 2 * ['oddly']
-    GPT(Config(rule='softmax', layers='mine,oddly', cache=4, beta_max=2.0)).read(torch.zeros(1, 9, dtype=int))
-    for wrong in dict(rule='yours'), dict(layers='yours'), dict(encoder=1, cross='yours'):
-        with pytest.raises(ValueError, match='gdn2, softmax, .*mine'):
-            Config(**wrong)
-    for bounded in caches.bounded, fast.caches.bounded:
-        test_policies_agree_with_the_book_token_for_token('odd', bounded)
+def test_slots_beside_compressed_positions_are_chosen_by_keys_before_rope():
+    """By hand: weights of the bare keys, by which a slot's key is the mean of keys with rope."""
+    q, k, v = torch.randn(3, 1, 1, 30, 8, dtype=f64)
+    layer = hybrid_cache('window', 8, 1, 8, cache=6, sinks=0, overflow='sum:slots:3', positions='compress').double()
+    layer.log_mass.bias.data.fill_(99)
+    t = torch.arange(30)
+    q_t, k_t = rope(q, t)[0, 0, -1], rope(k, t)[0, 0, :24]      # 6 are still in the cache
+    w = (k[0, 0, :24] @ layer.overflow.phi.weight[0].mT + layer.overflow.phi.bias[0]).softmax(-1)
+    mean = (w.mT @ k_t) / w.sum(0)[:, None]
+    slots = (mean @ q_t / 8 ** .5).exp()
+    wanted = slots @ (w.mT @ v[0, 0, :24]) / (slots @ w.sum(0))
+    near(layer(torch.randn(1, 30, 8, dtype=f64), q, k, v)[0][0, 0, -1], wanted, 1e-5)
+    config = Config(rule='sink', overflow='sum:slots', positions='compress')
+    with pytest.raises(ValueError, match='--positions=true: the matrix of M learned'):
+        model_files.with_other_cache(hybrid.Hybrid, config, 'M', positions='true')
+    assert not model_files.with_other_cache(hybrid.Hybrid, config, 'M', positions='true', overflow='')[1].overflow
 
-@pytest.mark.parametrize('gates, why', [
-    (dict(f='channel', write='1-f'), 'needs f=head'),
-    (dict(phi='elu', norm='attn', write='channel'), 'denominator of its own')])
-def test_a_rule_whose_gates_do_not_fit_is_refused(gates, why, monkeypatch):
-    monkeypatch.setitem(RULES, 'mine', fastweight.Rule('', **gates))
-    with pytest.raises(ValueError, match=why):
-        FastWeights('mine', 8, 2, 4)
+@pytest.mark.parametrize('rule', [*pretrained.PUBLISHED])
+def test_a_rule_is_trained_as_published(rule, tmp_path, text, capsys):
+    """Step by step it computes the same, and nothing of the paper is left out of the file."""
+    run = f'--out={tmp_path}', f'--data={text}', '--steps=1', *TINY, '--published'
+    assert train.main([f'--layers={rule},softmax', *run]) == 0
+    model = load(tmp_path / 'ckpt.safetensors')[0].double()
+    for field, value in pretrained.PUBLISHED[rule].items():
+        assert getattr(model.config, field) == value
+    tokens = torch.randint(256, (2, 13))
+    near(model_in_parts(model, tokens, range(1, 13))[0], model(tokens)[0])
+    mixer = model.blocks[0].mixer
+    assert (mixer.conv is None) == (rule in ('gla', 'retention')) and isinstance(mixer.out_norm, torch.nn.RMSNorm)
+    assert (mixer.gate is None) == (rule == 'delta')
+    assert 'take one of delta' in refused(capsys, train.main, '--rule=sum', *run)
 
+def of_transformers(path, name, config, **sizes):
+    """A layer of transformers with random weights; its gates decay by up to e^-28 a step."""
+    hf, module = pytest.importorskip('transformers'), pytest.importorskip(f'transformers.models.{path}')
+    torch.manual_seed(0)
+    layer = getattr(module, name)(getattr(hf, config)(num_hidden_layers=4, **sizes), 0)
+    for part, p in layer.named_parameters():
+        p.data = torch.randn(p.shape) / p.shape[-1] ** .5 + 2 * part.endswith('A_log') + (part[-11:] == 'norm.weight')
+    return layer
 
-# ---- An encoder writes, a decoder reads --------------------------------------------------------------------
+@torch.no_grad()
+def test_the_layer_of_kimi_linear_is_kda():
+    theirs = of_transformers('kimi_linear.modeling_kimi_linear', 'KimiLinearDeltaAttention', 'KimiLinearConfig',
+                             hidden_size=24, linear_head_dim=6, linear_num_heads=4)
+    x = torch.randn(2, 70, 24)
+    conv = model_py.Conv(72, 4)
+    conv.weight = torch.nn.Parameter(theirs.conv1d.weight[:, 0].T)
+    y = F.silu(conv(torch.cat([theirs.q_proj(x), theirs.k_proj(x), theirs.v_proj(x)], -1))[0])
+    q, k, v = (model_py.by_head(part, 6) for part in y.chunk(3, -1))
+    beta = theirs.b_proj(x).sigmoid().mT
+    o, _ = recurrent(l2(q) / 6 ** .5, l2(k), v, beta, beta, theirs.forget_gate(x).transpose(1, 2))
+    o = F.rms_norm(o.transpose(1, 2), (6,), theirs.o_norm.weight, theirs.o_norm.variance_epsilon)
+    gate = theirs.g_b_proj(theirs.g_a_proj(x)).sigmoid()
+    near(theirs.o_proj(o.flatten(2) * gate), theirs(x), 1e-5)
+
+@torch.no_grad()
+def test_the_layer_of_minimax_is_retention():
+    theirs = of_transformers('minimax.modeling_minimax', 'MiniMaxLightningAttention', 'MiniMaxConfig',
+                             hidden_size=24, num_attention_heads=4, head_dim=6, block_size=32)
+    x = torch.randn(2, 70, 24)
+    q, k, v = F.silu(theirs.qkv_proj(x)).view(2, 70, 4, 18).transpose(1, 2).chunk(3, -1)
+    o, _ = recurrent(q, k, v, log_f=-theirs.slope_rate.expand(2, -1, 70, 1))
+    o = theirs.norm(o.transpose(1, 2).flatten(2)) * theirs.output_gate(x).sigmoid()
+    near(theirs.out_proj(o), theirs(x, None, None)[0], 1e-5)
+
+@torch.no_grad()
+def test_the_layer_of_mamba_2_shares_keys_and_has_a_skip():
+    """Up to its norm, which comes after the gate there, and the bias of its convolution."""
+    theirs = of_transformers('mamba2.modeling_mamba2', 'Mamba2Mixer', 'Mamba2Config', hidden_size=24, num_heads=4,
+                             head_dim=12, state_size=6, n_groups=2, chunk_size=32, use_conv_bias=False).eval()
+    config = Config(rule='mamba2', n_embd=24, n_head=4, key_heads=2, key_dim=6, value_dim=12, qkv_conv=4,
+                    phi='identity', skip=True, out_norm=False)
+    mixer = pretrained.PretrainedMixer(config, 'mamba2')
+    gate, v, k, q, dt = theirs.in_proj.weight.split([48, 48, 12, 12, 4])
+    v_conv, k_conv, q_conv = theirs.conv1d.weight[:, 0].split([48, 12, 12])
+    given = {'qkv.weight': torch.cat([q, k, v]), 'conv.weight': torch.cat([q_conv, k_conv, v_conv]).T,
+             'memory.gates.proj.weight': dt, 'memory.gates.log_rate': theirs.A_log.view(-1, 1, 1),
+             'memory.gates.bias_f': theirs.dt_bias.view(-1, 1, 1), 'memory.skip': theirs.D.view(-1, 1, 1),
+             'proj.weight': theirs.out_proj.weight}
+    mixer.load_state_dict(given)
+    x = torch.randn(2, 70, 24)
+    o = mixer.merge(mixer.memory(x, *mixer.project(x))[0])
+    near(theirs.out_proj(theirs.norm(o, x @ gate.T)), theirs(x), 1e-5)
+
+@pytest.mark.parametrize('rule, n', [('delta', 2), ('gated_delta', 3), ('gdn2', 2)])
+def test_n_writes_a_token_are_n_steps_of_which_the_first_forgets_and_the_last_is_read(rule, n):
+    """DeltaProduct, token by token; by any form, cut anywhere."""
+    layer = writes.ManyFastWeights(rule, 8, 2, 4, beta_max=2, n=n).double().eval()
+    x, q = torch.randn(1, 7, 8, dtype=f64), torch.randn(1, 2, 7, 4, dtype=f64)
+    k, v = torch.randn(2, 1, 2, 7, n * 4, dtype=f64)
+    gates = layer.gates(x)
+    S, wanted = torch.zeros(1, 2, 4, 4, dtype=f64), []
+    for t in range(7):
+        if 'log_f' in gates:
+            assert not gates['log_f'][:, :, n * t + 1:n * t + n].any()
+            S = S * gates['log_f'][:, :, n * t, None].exp()
+        for i in range(n):
+            key = l2(F.silu(k[:, :, t, 4 * i:4 * i + 4]))
+            u = gates['write'][:, :, n * t + i] * v[:, :, t, 4 * i:4 * i + 4]
+            S = S + fastweight.outer(u - fastweight.find(S, gates['erase'][:, :, n * t + i] * key), key)
+        wanted.append(fastweight.find(S, l2(F.silu(q[:, :, t]))))
+    for impl in 'loop', 'chunk', 'fused':
+        layer.forms = pick_forms(impl)
+
+        def part(start, end, state):
+            rows = [y[:, :, start:end] for y in (q, k, v)]
+            return layer(x[:, start:end], *rows, state)
+        for cuts in [], [3], range(1, 7):
+            o, state = in_parts(part, cuts, 7)
+            near([o, state['S']], [torch.stack(wanted, 2), S])
+
+def test_delta_attn_is_schlags_ablation():
+    """v_bar_t = W_{t-1} k_t / (n_{t-1} . k_t), 0 at first; y_t = W_t q_t / (n_t . q_t). Schlag eqs. 27-29."""
+    layer = ablation.ByKeys('delta', 8, 2, 4, 'elu', 'attn').double().eval()
+    x, (q, k, v) = torch.randn(1, 7, 8, dtype=f64), torch.randn(3, 1, 2, 7, 4, dtype=f64)
+    written, reads = layer.to_write(x, k, v), layer.to_read(q)
+    keys, beta = written['k'], written['write']
+    near(keys.sum(-1), torch.ones(1, 2, 7, dtype=f64))
+    W, n = torch.zeros(1, 2, 4, 4, dtype=f64), torch.zeros(1, 2, 4, dtype=f64)
+    o = []
+
+    def over(x):
+        return (W @ x[..., None]).squeeze(-1) / (n * x).sum(-1, keepdim=True).clamp(min=1e-6)
+    for t in range(7):
+        k_t = keys[:, :, t]
+        u = beta[:, :, t] * (v[:, :, t] - over(k_t))
+        W = W + u[..., None] * k_t[..., None, :]
+        n = n + k_t
+        o.append(over(reads[:, :, t]))
+    for impl in 'loop', 'chunk', 'fused':
+        layer.forms = pick_forms(impl)
+        near(layer(x, q, k, v)[0], torch.stack(o, 2))
+
+@pytest.fixture(scope='session')
+def threes(tmp_path_factory):
+    """The path of a task: is there a 3 among up to 7 numbers? Half of the rows are shorter, padded with 9."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 8, (1200, 7))
+    x[::2, 5:] = 9
+    y = np.full_like(x, 10)
+    ends = (x != 9).sum(1) - 1
+    y[np.arange(1200), ends] = (x == 3).any(1)
+    return made(tmp_path_factory.mktemp('threes'), x, y, [1000, 1200], vocab_size=10, ignore=10, pad=9,
+                classes=2)
+
+@pytest.mark.parametrize('flags', ['--rule=sum', '--rule=softmax --pool=first', '--rule=gated_delta'])
+def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp_path, capsys):
+    learn = ('--causal=false --n_layer=1 --n_head=2 --n_embd=16 --steps=9 --lr=1e-2 --batch_size=32 '
+             '--device=cpu --threads=1 ')
+    assert train.main([f'--data={threes}', f'--out={tmp_path}', *(learn + flags).split()]) == 0
+    path = tmp_path / 'ckpt.safetensors'
+    model = load(path)[0].eval()
+    _, val, _ = prepare.load_set(threes)
+    x, y = torch.from_numpy(val.astype(int)).view(-1, 2, 7).unbind(1)
+    alone = torch.cat([model(row[row != 9][None])[0] for row in x])         # without padding
+    near(model(x)[0], alone, 1e-5)
+    right = alone.argmax(1) == y.min(1).values                              # other targets are 10
+    assert log(tmp_path)[-1]['accuracy'] == pytest.approx(right.float().mean().item())
+    expected = np.nan_to_num(np.corrcoef(alone.argmax(1), y.min(1).values)[0, 1])       # of two, it is Matthews'
+    assert (log(tmp_path)[-1]['matthews'], log(tmp_path)[-1]['majority']) == pytest.approx((expected, .53))
+    p = model(torch.tensor([[1, 2, 3, 4]]))[0].softmax(-1)[0]
+    likelier = p.argmax().item()
+    said = [f'class {i}: {p[i]:.1%}' for i in (likelier, 1 - likelier)]
+    assert written(capsys, f'--init={path}', '--prompt=1 2 3 4')[0].splitlines() == said
+    if 'softmax' in flags:
+        for recipe in 'pure', 'hedgehog':
+            found = converted(path, tmp_path / 'rnn', f'--recipe={recipe}', '--controls=false',
+                              '--batch_size=16')
+            teacher, *_, last = found['table']
+            assert last['recovered'] == pytest.approx(last['accuracy'] / teacher['accuracy'])
 
 @pytest.mark.parametrize('rule', ['sink', 'tova-sink'])
 def test_a_decoder_keeps_its_own_first_tokens(rule):
@@ -1545,43 +1819,6 @@ def test_cross_attention_is_all_of_the_source_and_then_a_query(rule):
     if not RULES[rule].z and RULES[rule].write != 'channel':    # channels of v apart have weights each
         eye = torch.eye(6).to(q).expand(1, 4, 6, 6)
         near(cross.memory.read_all(q, cross.memory.write_all(x, k, eye)) @ v, expected)
-
-@pytest.mark.parametrize('kind', ['ce', 'mse', 'hidden'])
-def test_stage_1_passes_over_padding(kind):
-    """What it says of rows that end in padding is what it says of them without."""
-    shape = dict(n_layer=1, n_embd=16, n_head=2, vocab_size=10, pad=9, rule='softmax', block_size=20)
-    for more in dict(causal=False, classes=2), dict(encoder=1, source=8):
-        teacher = GPT(Config(**shape | more)).double().eval()
-        student = convert.swap(teacher, dict(rule='sum', phi='hedgehog'))[0].double()
-        for p in student.parameters():
-            p.data = p.data + 0.1 * torch.randn_like(p)
-        x = torch.randint(9, (3, 20))
-        x[:, 17:] = 9
-        if 'encoder' in more:
-            x[:, 8] = 9                                         # with which a text begins: it counts
-            assert [*through(teacher, x)][-1].real.tolist() == 3 * [9 * [True]]
-        padded, cut = ([convert.mismatch(kind, seen, student) for seen in through(teacher, tokens)]
-                       for tokens in (x, x[:, :17]))
-        near(padded, cut, 1e-9)
-        if kind != 'ce':                                        # whose least value is an entropy
-            itself = [convert.mismatch(kind, seen, teacher) for seen in through(teacher, x)]
-            assert max(itself) < 1e-12
-
-def test_softmax_alone_is_swapped():
-    """Where it stands among others, and in the places of a translator that are named."""
-    mixed = GPT(Config(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16))
-    student, new = convert.swap(mixed, dict(rule='gla-beta'))
-    assert student.config.rules == ['delta', 'gla-beta'] and all('blocks.1' in name for name in new)
-    with pytest.raises(ValueError, match='fast weights already'):
-        convert.swap(mixed, dict(layers='gla-beta,gla-beta'))
-    teacher = small(**PAIRS, rule='softmax', encoder_rule='delta').float()
-    student, new = convert.swap(teacher, dict(rule='sum', phi='silu', norm='l2'))
-    assert student.config.every_rule() == ['sum', 'sum', 'delta', 'sum']
-    assert not any(name.startswith('encoder.') for name in new)
-    student, _ = convert.swap(teacher, dict(rule='delta'), ['cross'])
-    assert student.config.every_rule() == ['softmax', 'softmax', 'delta', 'delta']
-    with pytest.raises(ValueError, match='encoder.0.mixer of the teacher has fast weights already'):
-        convert.swap(teacher, dict(rule='sum', phi='t2r', norm='l2'))
 
 @pytest.mark.parametrize('penalty', [0.0, 2.0])
 def test_a_wide_beam_finds_the_best_text_of_all(penalty):
@@ -1611,564 +1848,121 @@ def test_a_wide_beam_finds_the_best_text_of_all(penalty):
         assert found == list(best)[:len(found)]
     assert len(lengths) > 1
 
-
-# ---- 8. Refusals and flags: one line that says why, exit code 2, nothing half-written ----------------------
-
-TEXT = ''.join(f'line {i}: the quick brown fox jumps over {i * i} lazy dogs\n' for i in range(200))
-TINY = '--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --batch_size=4 --device=cpu --threads=1'.split()
-SHORT = '--steps=3 --distil_steps=4 --eval_rows=4 --batch_size=2'.split()
-
-def put(folder, name, content):
-    """The path of a file with this text."""
-    path = folder / name
-    path.write_text(content)
-    return str(path)
-
 @pytest.fixture(scope='session')
-def text(tmp_path_factory):
-    """The path of a small text."""
-    return put(tmp_path_factory.mktemp('text'), 'text.txt', TEXT)
+def turned_around(tmp_path_factory):
+    """The path of pairs: 2 to 6 digits, and the same in reverse."""
+    rng = np.random.default_rng(0)
+    x, y = np.full((2050, 13), 10), np.full((2050, 13), 11)         # 6 to be read, 7 to be written
+    for i in range(2050):
+        n = rng.integers(2, 7)
+        x[i, :n] = rng.integers(0, 10, n)
+        x[i, 7:7 + n] = y[i, 6:6 + n] = x[i, :n][::-1]
+        y[i, 6 + n] = 10
+    return made(tmp_path_factory.mktemp('turned'), x, y, [1800, 2000], vocab_size=11, ignore=11, pad=10,
+                source=6)
 
-@pytest.fixture(scope='session')
-def characters(text, prepared_data):
-    """The same, prepared as characters: the bytes of an untrained model are none."""
-    return prepare.prepare(text, tokenizer='char')
-
-def trained(data, out, *flags, steps=4, eval_every=4):
-    """Train; the path of the checkpoint it ends in."""
-    run = [f'--data={data}', f'--out={out}', *TINY, f'--steps={steps}', f'--eval_every={eval_every}', *flags]
-    assert train.main(run) == 0
-    return os.path.join(out, 'ckpt.safetensors')
-
-@pytest.fixture(scope='session')
-def a_model(text, characters, tmp_path_factory):
-    """a_model('--rule=kda', ...): a checkpoint that is trained once for all tests, and left as it is."""
-    @functools.cache
-    def get(*flags, data=text, steps=4):
-        return trained(data, tmp_path_factory.mktemp('model'), *flags, steps=steps, eval_every=steps)
-    return get
-
-def log(out):
-    return [json.loads(line) for line in (Path(out) / 'log.jsonl').read_text().splitlines()]
-
-def refused(capsys, main, *argv):
-    """Run a script that must refuse; its one line of complaint, after notes if any."""
-    capsys.readouterr()
-    assert main(list(argv)) == 2
-    *notes, err = capsys.readouterr().err.splitlines()
-    assert err.startswith('error: ') and all(line.startswith('note: ') for line in notes), err
-    return err
-
-def written(capsys, *argv, main=sample.main):
-    """What sample.py writes to stdout and to stderr."""
-    capsys.readouterr()
-    assert main(list(argv)) == 0
-    return tuple(capsys.readouterr())
-
-@pytest.fixture(scope='session')
-def places(text, characters, threes, turned_around, few_words, a_model, tmp_path_factory):
-    """What words in capitals stand for in tables of flags."""
-    texts = tmp_path_factory.mktemp('texts')
-    found = dict(TEXT=text, CHARACTERS=characters, THREES=threes, PAIRS=turned_around, WORDS=few_words)
-    found.update({rule.upper(): a_model(f'--rule={rule}') for rule in ('softmax', 'gated_delta', 'window')})
-    found.update({pos.upper(): a_model('--rule=softmax', f'--pos={pos}') for pos in ('rope', 'learned')})
-    found['READER'] = a_model('--causal=false', data=threes)
-    found['TRANSLATOR'] = a_model('--encoder=1', '--rule=softmax', data=turned_around)
-    found['TALKER'] = a_model('--rule=softmax', data=characters)
-    for name, content in dict(SCRAP='few words\n' * 3, FEW_WORDS='a b c d\n' * 999, EMPTY='').items():
-        found[name] = put(texts, name, content)
-    found['FOLDER'] = os.path.dirname(found['SOFTMAX'])
-    found['LINK'] = str(texts / 'link.safetensors')
-    os.symlink(found['SOFTMAX'], found['LINK'])
-    return found
-
-def filled(flag, places):
-    return re.sub('[A-Z_]{4,}', lambda word: places[word[0]], flag)
-
-DEFAULTS = {train: ['--data=TEXT', '--out=out', *TINY, '--steps=1'], sample: ['--init=SOFTMAX'],
-            convert: ['--from=SOFTMAX', '--out=out'], bench: [], prepare: []}
-ENCODER = '--causal=false --n_layer=1 --n_head=2 --n_embd=16 --data=THREES '
-REFUSED = {     # script: flags: what is said of them, as a regular expression; one row for each refusal
-    train: {
-        '--ruel=delta': '--rule', '--rule=dleta': r'mean delta\?', '--steps=1.5': 'whole number',
-        '--lr=nan': 'a number', '--dropout=1': r'at most 0\.99', '--carry=maybe': 'true or false',
-        '--steps': '--steps: expected one', '--out=': '--out', '--device=tpu9': '--device',
-        '--n_embd=33': 'n_head', '--n_embd=12 --n_head=4 --pos=rope': 'even',
-        '--layers=delta,sum --rule=sum': '--rule=sum --layers=delta,sum: give one of them',
-        '--layers=delta,window --sinks=2': 'no layer of delta,window uses it; leave it out, or take sink',
-        '--rule=decay --norm=attn': 'denominator of its own', '--rule=kda --phi=elu --norm=attn': 'negative',
-        '--rule=sum --phi=identity --norm=attn': 'zero or negative', '--norm=sum': 'sum of the features',
-        '--phi=elu --norm=none': 'diverges', '--rule=h2o --overflow=sum': '--overflow',
-        '--phi=nope': 'no such feature map; choose',
-        '--phi=elu:3': 'takes nothing', '--phi=dpfp:16': r'1\.\.15', '--phi=hedgehog:x': 'forms',
-        '--n_embd=2 --n_head=2': 'the one channel of a head', '--phi=favor:many': 'a whole number above 0',
-        '--phi=exp:nan': 'a number above 0',
-        '--resume': 'no such file', '--out=TEXT': 'File exists',
-        '--carry --pos=learned': 'learned positions', '--carry --phi=favor --rule=sum': 'redrawn',
-        '--carry --data=recall': 'nothing to do with each other', '--carry --batch_size=999': 'than a row',
-        '--block_size=100000': 'longer text',
-        '--data=stdlib --val_tokens=9': 'more --val_tokens',
-        '--init=SOFTMAX --out=FOLDER': 'it holds the model',
-        '--init=SOFTMAX --layers=sum,softmax': 'convert.py --from=.* --layers=sum,softmax',
-        '--init=SOFTMAX --conv=0': '--conv=0: not what the weights of .* are for',
-        '--init=SOFTMAX --data=CHARACTERS': 'not in the tokens wanted .*a set that can be made in',
-        '--init=LEARNED --block_size=17': 'rows of 17 .* learned 16 positions; take a smaller --block_size',
-        '--tokenizer=bpe:65537': '257 to 65,536',
-        ENCODER + '--rule=tova': 'step by step', ENCODER + '--rule=delta --norm=attn': 'keys so far',
-        '--causal=false --data=recall': 'lines 0<TAB>text', '--encoder=1 --data=recall': 'such as multi30k',
-        '--encoder=1 --causal=false': '--causal is for .with classes., --encoder is for .with pairs.',
-        '--data=PAIRS --overflow=sum --rule=sink': 'classes or translations',
-        ENCODER + '--writes=2': '--writes is for .several writes', '--writes=2 --pos=rope': 'rope',
-        '--writes=2 --phi=elu --norm=attn': 'one key'},
-    sample: {
-        '--rule=tova --cache=0': 'at least 1', '--system=x': 'means nothing',
-        '--model=x': r'mean --init\?', '--temp=1': r'mean --temperature\?',
-        '--rule=sink --cache=4': '--sinks=4', '--rule=window --overflow=sum:elu': 'hedgehog',
-        '--positions=compress': 'bounded cache',
-        '--beam=2': '--beam means nothing', '--source=a': 'knows no pairs',
-        '--init=TALKER --prompt=\u20ac': '\u20ac',
-        '--tokens=0 --save_state=x.st': 'nothing is read yet',
-        '--init=GATED_DELTA --rule=tova': 'no softmax layers, only 2 x gated_delta',
-        '--rule=delta': 'python convert.py --from=.* --rule=delta',
-        '--init=READER --prompt="1 2 3 4 1 2 3 4"': 'at most 7',
-        '--init=READER --tokens=9': '--tokens means nothing', '--lines': '--lines is for classifiers',
-        '--init=TRANSLATOR --source="1 2\n\n3"': 'text 2 has 0',
-        '--init=TRANSLATOR --source=@EMPTY': 'there is no text', '--init=TRANSLATOR': 'there is no text to translate',
-        '--init=TRANSLATOR --source=1 --save_state=x': '--save_state means nothing',
-        '--html=x.html --samples=2': 'shows one text', '--init=READER': 'no text to classify',
-        '--html=x.html --rule=tova --cache=8 --positions=compress': 'of window and sink alone',
-        '--save_state=TEXT/x.st': 'File exists', '--html=FOLDER': 'a folder; give the name'},
-    convert: {
-        '--from=GATED_DELTA': 'has softmax layers', '--rule=delta --distil=ce': 'none: take mse',
-        '--data=SCRAP': '--row', '--phi=t2r --fold': '--fold', '--from=WINDOW': 'no other cache',
-        '--from=LINK --out=FOLDER': 'it holds the teacher', '--rule=softmax': 'would change',
-        '--recipe=hybrid --cache=16': 'never leave',
-        '--rule=tova --cache=8 --overflow=sum:slots': 'train with --rule=sink',
-        '--keep=2': 'fewer than the 2 softmax', '--row=17': 'rows of 16',
-        '--from=FOLDER': 'give the file ckpt', '--from=a/b/c': 'no such file or folder',
-        '--from=TRANSLATOR --swap=decoder': 'choose from self', '--export=': '--export=: give a folder',
-        '--export=x --steps=3': 'means nothing', '--export=FOLDER': 'holds the model of --from',
-        '--eval_rows=1': 'at least 2'},
-    bench: {
-        'decode --only=sum': 'means nothing', '--seed=1 decode': 'decode: no such flag',
-        'batch --lengths=3,4': 'takes one',
-        'batch --budget=1 --lengths=8192': '--budget', 'language --data=recall': 'a task',
-        'recall --only=elu,elo': 'choose from softmax',
-        'capasity': r'mean capacity\?; choose from decode', 'decode --lengths=4k': '--lengths',
-        'lra --data=nope': 'choose from listops',
-        'cache --init=GATED_DELTA': 'softmax layers', 'monotone --init=TRANSLATOR': 'this suite wants a text',
-        'transfer --init=ROPE --steps=2 --data=TEXT': 'give another text',
-        'far --lengths=70 --init=ROPE --beside=TALKER': 'are not those of',
-        'real --init=ROPE': '--beside= is missing',
-        'far --lengths=70 --init=LEARNED': '16 positions'},
-    prepare: {
-        'mnist-9': "no data set or file 'mnist-9'", '': "no data set or file ''; choose from",
-        'listops-63': '64 to 8,192',
-        'mnist --file=WORDS': 'not the file of mnist: sha256 is',
-        'recall --tokenizer=byte': 'can be ids', 'WORDS --file=x': 'means nothing',
-        'facts-127 --file=WORDS': '127 tokens: facts needs 128 or more$',
-        'facts-128 --file=FEW_WORDS': '4 different words',
-        'group:Q8': "no .*'group'.* group:Z2, group:S3, group:A5",
-        'WORDS --tokeniser=byte': r'mean --tokenizer\?'}}
-
-@pytest.mark.parametrize('script, flags', [(script, flags) for script in REFUSED
-                                           for flags in REFUSED[script]],
-                         ids=lambda x: x if isinstance(x, str) else x.__name__)
-def test_what_cannot_be_is_refused_in_one_line(script, flags, places, tmp_path, monkeypatch, capsys):
-    given = shlex.split(flags)
-    named = {flag.split('=')[0] for flag in given}
-    argv = [flag for flag in DEFAULTS[script] if flag.split('=')[0] not in named]
-    argv = [filled(flag, places) for flag in argv + given]
-    monkeypatch.chdir(tmp_path)
-    if script is prepare:
-        monkeypatch.setattr(prepare, 'FOLDER', str(tmp_path))
-    assert re.search(REFUSED[script][flags], refused(capsys, script.main, *argv))
-    assert not list(tmp_path.rglob('*' if script is train else '*.*'))
-
-def test_memory_that_cannot_be_had_is_told_in_one_line(capsys):
-    """2^50 entries: no machine has as many addresses. Another RuntimeError is a fault, and stays one."""
-    for make in torch.empty, np.empty:
-        assert 'take fewer or shorter rows' in refused(capsys, errors.script(make), 2 ** 50)
-    for text in 'CUDA out of memory', "DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes":
-        assert text in refused(capsys, errors.script(Mock(side_effect=RuntimeError(text))))
-    with pytest.raises(RuntimeError, match='shapes'):
-        errors.script(Mock(side_effect=RuntimeError('shapes do not match')))([])
-
-def test_help_lists_every_flag(capsys):
-    """Once, the often needed ones first. And no number of a flag is without bounds."""
-    for script, classes in (train, [train.Args, model_py.Config, *models.flags()]), (sample, [sample.Args]), (convert, [convert.Args]):
-        with pytest.raises(SystemExit) as e:
-            script.main(['--help'])
-        assert not e.value.code
-        listed = re.findall(r'^  --(\w+)', capsys.readouterr().out, re.M)
-        often = script.OFTEN.split()
-        assert listed[:len(often)] == often and len(listed) == len({*listed})
-        fields = [field for c in classes for field in dataclasses.fields(c) if field.metadata.get('help')]
-        assert {field.name.rstrip('_') for field in fields} <= {*listed}
-        for field in fields:
-            assert field.type not in (int, float) or all(map(math.isfinite, field.metadata['range']))
-
-
-# ---- What hurts: each is told in one line, or does what it says --------------------------------------------
-
-def test_a_state_belongs_to_weights_not_to_a_path(tmp_path, capsys):
-    """Of a folder: read from another place, but not after its weights have changed."""
-    in_hub_layout(tmp_path / 'a', 'llama')
-    state = f'{tmp_path}/state'
-    written(capsys, f'--init={tmp_path}/a', '--prompt=7 8', f'--save_state={state}', '--tokens=2')
-    other = f'--init={tmp_path}/a', f'--load_state={state}', '--dtype=bfloat16'
-    assert 'with this --dtype' in refused(capsys, sample.main, *other)
-    shutil.move(tmp_path / 'a', tmp_path / 'b')
-    written(capsys, f'--init={tmp_path}/b', f'--load_state={state}', '--tokens=2')
-    weights = tmp_path / 'b' / 'model.safetensors'
-    save_file({name: 2 * x for name, x in load_file(weights).items()}, weights)
-    err = refused(capsys, sample.main, f'--init={tmp_path}/b', f'--load_state={state}')
-    assert 'not a state of the model' in err
-
-def test_what_is_written_takes_no_other_file_away(a_model, text, tmp_path, monkeypatch, capsys):
-    """A state no model, nor a model whose weights are lost the good one from before."""
-    path, mine = a_model('--rule=delta'), tmp_path / 'ckpt.safetensors'
-    shutil.copy(path, mine)
-    (tmp_path / 'text').write_text('mine')
-    before = {name: (tmp_path / name).read_bytes() for name in ('ckpt.safetensors', 'text')}
-    for name, never in ('ckpt.safetensors', 'a state is never written over'), ('text', 'not a whole safetensors'):
-        state = f'--save_state={tmp_path}/{name}'
-        assert never in refused(capsys, sample.main, f'--init={path}', state, '--tokens=2')
-    for _ in range(2):                                          # over a state of its own it may
-        written(capsys, f'--init={path}', '--tokens=2', f'--save_state={tmp_path}/out/best.safetensors')
-    monkeypatch.setattr(train, 'lr_at', lambda *_: math.nan)    # its weights are lost in the last step
-    err = refused(capsys, train.main, '--resume', '--steps=5', f'--out={tmp_path}')
-    assert 'embed.weight is not finite' in err
-    assert before == {name: (tmp_path / name).read_bytes() for name in before}
-
-def test_an_output_without_utf8_gets_what_it_can_show(a_model, monkeypatch):
-    """A new model's bytes are seldom characters."""
-    ascii_only = io.TextIOWrapper(io.BytesIO(), 'ascii')
-    monkeypatch.setattr(sys, 'stdout', ascii_only)
-    assert sample.main([f'--init={a_model("--rule=delta")}', '--prompt=the', '--tokens=30']) == 0
-    assert b'?' in ascii_only.buffer.getvalue()
-
-def test_a_folder_is_of_one_run(a_model, text, tmp_path, capsys):
-    """Two conversions would mix their stages; one of no steps writes its files, too. The next run removes what
-    one that was killed in a save left, and no other file."""
-    of_none = f'--from={a_model("--rule=softmax")}', '--controls=false', '--steps=0', '--distil_steps=0'
-    runs = (train.main, [f'--data={text}', '--steps=1', *TINY[:-1], f'--out={tmp_path}']), (
-        convert.main, [*of_none, '--eval_rows=4', f'--out={tmp_path}'])
-    parts = [tmp_path / f'{name}.safetensors.7.part' for name in ('ckpt', 'best', 'stage-1', 'state')]
-    with log_py.log_of(train.Args(out=tmp_path)):
-        for part in parts:
-            part.mkdir()
-        for main, flags in runs:
-            assert 'another run' in refused(capsys, main, *flags)
-            assert {*tmp_path.iterdir()} == {tmp_path / 'log.jsonl', *parts}
-    for main, flags in runs:
-        assert main(flags) == 0
-        assert [*tmp_path.glob('*.part')] == parts[-1:]
-
-def test_a_run_goes_on_with_the_text_it_began_with(a_model, characters, tmp_path, capsys):
-    """By sha256, not by name."""
-    data = shutil.copytree(characters, tmp_path / 'set')
-    shutil.copy(a_model('--rule=delta', data=str(data)), tmp_path)
-    resume = '--resume', f'--out={tmp_path}', '--steps=5'
-    for side in 'train', 'val':
-        meta = json.loads((data / 'meta.json').read_text())
-        meta[side]['sha256'] = hashlib.sha256((data / f'{side}.bin').read_bytes()[::-1]).hexdigest()
-        (data / f'{side}.bin').write_bytes((data / f'{side}.bin').read_bytes()[::-1])
-        (data / 'meta.json').write_text(json.dumps(meta))
-        assert f'{side}.bin is not what' in refused(capsys, train.main, *resume)
-        shutil.copytree(characters, data, dirs_exist_ok=True)
-    assert train.main(list(resume)) == 0
-
-
-@pytest.mark.parametrize('run, stream, code', [
-    ('data/prepare.py nowhere', '2>&-', 2), ('data/prepare.py --help', '>&-', 0),
-    ('data/prepare.py SET', '2>&1 | true', 141)])
-def test_closed_streams_end_in_silence(run, stream, code, characters):
-    """A pipe's reader has gone before anything is written."""
-    run = f'{sys.executable} {run}'.replace('SET', characters)
-    command = f'{{ sleep .3; {run}; }} {stream}; exit ${{PIPESTATUS[0]}}'
-    done = subprocess.run(['bash', '-c', command], cwd=HERE, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (code, '', '')
-
-
-# ---- What other people's bug reports were about ------------------------------------------------------------
-
-@pytest.mark.parametrize('kind', ['texts', 'lines', 'tasks', 'pairs', 'pairs as one text'])
-def test_batches_and_processes_are_parts_of_one_larger_batch(kind, text, turned_around, tmp_path, monkeypatch):
-    """The gradients of 8 rows at once, whose numbers of targets differ."""
-    monkeypatch.setattr(data_rows_py, 'POOL', 1)
-
-    def lines_of(name, words):
-        return put(tmp_path, name, ''.join(f'{i % 3}\t{"word " * (1 + i % words)}\n' for i in range(90)))
-    lines, both = lines_of('x.tsv', 7), f'{lines_of("a", 5)}:{lines_of("b", 9)}'
-    name = {'texts': text, 'lines': lines, 'tasks': 'recall', 'pairs': turned_around}.get(kind, both)
-    like = Data('byte', 256) if name not in (lines, 'recall', turned_around) else None
-    train_side, val, meta = prepare.load_set(name, like=like)
-    T = meta.row or 16
-    data = made_rows(train_side, val, meta, T, torch.device('cpu'), 8)
-    config = Config(n_layer=2, n_head=2, n_embd=16)
-    model = starts.built(train.Args(), model_py.GPT, config, data, {}).double()         # of the kind of the data
-
-    def gradients(batch_size, accum, world=1):
-        total = 0
-        for rank in range(world):
-            how = dict(batch_size=batch_size, accum=accum, rank=rank, world=world)
-            for loss in train.losses(model, dataclasses.replace(data, **how), [None] * accum, 3):
-                loss.backward()
-            total = total + torch.cat([p.grad.flatten() for p in model.parameters()]) / world
-            model.zero_grad()
-        return total
-    whole = gradients(8, 1)
-    for split in (4, 2), (2, 4), (1, 8), (8, 1, 2), (8, 1, 4), (4, 2, 2):
-        near(gradients(*split), whole, 1e-12)
-
-@pytest.mark.parametrize('kind, entries, change, why', [
-    ('llama', {}, {'lm_head.weight': lambda x: torch.randn(30, 16)}, ''),
-    ('llama', {}, {'model.norm.weight': lambda x: x.to(torch.float8_e4m3fn)}, 'error: .*norm.weight is torch'),
-    ('gpt2', {}, {'score.weight': lambda x: torch.randn(2, 16)},
-     r'note: .*: 2 tensors not used, such as h.0.attn.bias'),
-    ('llama', {}, {f'model.layers.{i}.self_attn.q_proj.bias': lambda x: torch.randn(16) for i in (0, 1)},
-     r'note: .*: 2 tensors not used, such as model.layers.0.self_attn.q_proj.bias'),
-    ('llama', dict(architectures=['LlamaForSequenceClassification']), {}, 'error: .*ForSequenceClassification'),
-    ('bert', dict(architectures=['BertForSequenceClassification']), {'classifier.weight': None},
-     'error: .*classifier.weight is missing')])
-def test_what_lies_in_a_folder_is_used_refused_or_said(kind, entries, change, why, tmp_path, capsys):
-    in_hub_layout(tmp_path, kind, **entries)
-    path = tmp_path / 'model.safetensors'
-    tensors = load_file(path)
-    tensors.update({name: make and make(tensors.get(name)) for name, make in change.items()})
-    save_file({name: x for name, x in tensors.items() if x is not None}, path)
-    flags = f'--init={tmp_path}', '--prompt=7 8', '--tokens=1'
-    code, err = sample.main(list(flags)), capsys.readouterr().err
-    assert re.search(why, err) and code == 2 * why.startswith('error')
-    if not why:                             # an output layer of its own beats what config.json says
-        assert torch.equal(load(tmp_path)[0].head.weight, tensors['lm_head.weight'])
-        assert 'not used' not in err
-
-def test_which_file_is_the_model(tmp_path):
-    """The whole one; else what the index names."""
-    tokens = torch.randint(30, (1, 9))
-    one = in_hub_layout(tmp_path / 'a', 'gpt2', shards=2)[1]
-    with pytest.raises(ValueError, match='--n_layer=1: not what'):      # not the first layer alone
-        load(tmp_path / 'a', n_layer=1)
-    two = in_hub_layout(tmp_path / 'b', 'gpt2')[1]
-
-    def is_from(logits):
-        found = load(tmp_path / 'a')[0](tokens)[0]
-        near(found, logits(tokens), 1e-5)
-    a, whole = tmp_path / 'a', tmp_path / 'b' / 'model.safetensors'
-    shutil.copy(whole, a / 'zz.safetensors')
-    is_from(one)
-    shutil.copy(whole, a)
-    is_from(two)
-
-def folder_of_texts(folder, case):
-    """Files that say together what a folder's text is, in one of the ways that there are."""
-    raw = json.loads(tokenizer_json('gpt2'))
-    del raw['truncation']
-    words, about, named = raw['model']['vocab'], dict(tokenizer_class='TokenizersBackend'), {}
-    marks = {f'<|{word}|>': len(words) + i for i, word in enumerate(('end', 'turn'))}
-    listed = {str(i): dict(content=word, special=i % 2 == 0, lstrip=True) for word, i in marks.items()}
-    kind = 'llama'
-    if case in ('GPT2Tokenizer', 'Qwen2Tokenizer'):
-        put(folder, 'vocab.json', json.dumps(words))
-        put(folder, 'merges.txt', '#version: 0.2\n' + '\n'.join(map(' '.join, raw['model']['merges'])))
-        put(folder, 'added_tokens.json', json.dumps(marks))
-        about = dict(tokenizer_class=case, add_bos_token=True, bos_token='<s>', add_prefix_space=True)
-        named = dict(eos_token='<|end|>')
-    elif case == 'bert':
-        pieces = '[UNK] [CLS] [SEP] [PAD] [MASK] the The ##se quick Quick e\u0301'.split()
-        raw = json.loads(word_pieces(pieces, '[CLS] $A [SEP]', [('[CLS]', 1), ('[SEP]', 2)]))
-        raw['normalizer'] = dict(type='BertNormalizer', clean_text=True, handle_chinese_chars=True,
-                                 strip_accents=None, lowercase=True)
-        kind, about = 'bert', dict(tokenizer_class='BertTokenizer', do_lower_case=False)
-        about.update({f'{word[1:-1].lower()}_token': word for word in pieces[:5]})
-    elif case == 'no bos':
-        about.update(add_bos_token=False, bos_token='<s>', eos_token='</s>')
-    elif case == 'listed':              # the named one not as special; and a list of names
-        about.update(added_tokens_decoder=listed, eos_token='<|turn|>', extra_special_tokens=dict(image='<|end|>'))
-    elif case == 'flags':               # of tokenizer.json hold, where others only name a token
-        raw['added_tokens'] += [dict(id=i, content=word, special=True, lstrip=True, rstrip=True, single_word=False,
-                                     normalized=False) for word, i in marks.items()]
-        about.update(eos_token='<|end|>', extra_special_tokens=['<|turn|>'])
-    elif case == 'named':               # a word of the tokenizer, and one that it lacks
-        raw['added_tokens'] = raw['added_tokens'][:2]
-        named = dict(eos_token=dict(content='</s>', rstrip=True, lstrip=False, normalized=False, single_word=False),
-                     bos_token='quick', additional_special_tokens=['<|turn|>'])
-    if case not in texts.SPLITS:
-        put(folder, 'tokenizer.json', json.dumps(raw))
-    put(folder, 'config.json', json.dumps(dict(model_type=kind)))
-    put(folder, 'tokenizer_config.json', json.dumps(about))
-    if named:
-        put(folder, 'special_tokens_map.json', json.dumps(named))
-
-@pytest.mark.parametrize('case', [*texts.SPLITS, 'bert', 'no bos', 'listed', 'flags', 'named', 'plain'])
-def test_the_files_of_a_folder_say_together_what_its_text_is(case, tmp_path):
-    """As transformers reads them: special tokens, and what stands around a text."""
-    hf = pytest.importorskip('transformers')
-    folder_of_texts(tmp_path, case)
-    theirs = hf.AutoTokenizer.from_pretrained(tmp_path)
-    data = texts.tokenizer_of(tmp_path, 700)
-    texts.add_texts(tmp_path, data, None)
-    text = f'The quick fox <|end|>  <|turn|> {STRANGE} </s> e\u0301 99'
-    ids = vocabulary.encode(text, data, special=True)
-    assert ids == theirs(text, add_special_tokens=False)['input_ids']
-    before, behind = vocabulary.frame(data)
-    assert before + ids + behind == theirs(text)['input_ids']
-    assert data.bos == (before[0] if before else None)
-    assert set(theirs.all_special_ids) <= {*data.special.values()} and (data.ends == [theirs.eos_token_id] or case in
-                                                                    ('bert', 'plain'))
-    assert (data.json == data.files.get('tokenizer.json', data.json)) or case != 'plain'
-
-@pytest.mark.parametrize('kind', ['llama2', 'llama3', 'pieces'])
-def test_tokens_beyond_a_models_come_from_no_text(kind, tmp_path):
-    """Nor may a template put one around it; fewer tokens are no fault, either."""
-    text = word_pieces(['[UNK]', *'abcdefghij']) if kind == 'pieces' else tokenizer_json(kind)
-    tokenizer = pytest.importorskip('tokenizers').Tokenizer.from_str(text)
-    most = tokenizer.get_vocab_size()
-    tokenizer.add_special_tokens(['<pad>'])
-    tokenizer.save(str(tmp_path / 'tokenizer.json'))
-    whole = Data('json', most, json=text)
-    said = 'w9 w200 w280' if kind == 'pieces' else TEXT[:400] + '<pad>'
-    for vocab in most + 9, most:
-        found = texts.tokenizer_of(tmp_path, vocab)
-        ids = vocabulary.encode(said, found)
-        assert ids == vocabulary.encode(said, whole)
-        assert kind == 'pieces' or vocabulary.decode(ids, found) == said
-    with pytest.raises(ValueError, match='beyond the vocabulary') if kind != 'llama3' else contextlib.nullcontext():
-        vocabulary.encode(said, texts.tokenizer_of(tmp_path, most - 40))
-    put(tmp_path, 'tokenizer.json', word_pieces(['[UNK]'], '$A [SEP]', [('[SEP]', 291)]))
-    with pytest.raises(ValueError, match=r'tokenizer.json: it puts token 291 around a text, the model has 291'):
-        texts.tokenizer_of(tmp_path, 291)
-    data = Data('json', 300, json=word_pieces(['[UNK]'], '$A [SEP]', [('[SEP]', 9)]))
-    assert vocabulary.frame(data) == ([], [9])
-
-@pytest.mark.parametrize('kind', ['gpt2', 'llama2', 'llama3', 'metaspace', 'prefix'])
-def test_what_goes_on_has_the_tokens_of_the_whole_text(kind, tmp_path, capsys):
-    """Wherever the whole text's tokens have a border."""
-    raw = json.loads(tokenizer_json('gpt2' if kind == 'prefix' else kind))
-    if kind == 'prefix':
-        raw['pre_tokenizer']['add_prefix_space'] = True
-    data = Data('json', 700, json=json.dumps(raw))
-    text, borders = TEXT[:99] + STRANGE.replace('\u2581', '') + "it's ..'s a\n\n b   d\te\n x", 0
-    whole = vocabulary.encode(text, data)
-    for i in range(1, len(whole)):
-        said = vocabulary.decode(whole[:i], data).removeprefix(' ')
-        if text.startswith(said):
-            borders += 1
-            assert vocabulary.continued(text[len(said):], whole[i - 1:i], data) == whole[i:]
-    assert borders > 60
-    in_hub_layout(tmp_path, 'llama', vocab=700)
-    put(tmp_path, 'tokenizer.json', data.json)
-    flags, state = (f'--init={tmp_path}', '--temperature=0', '--tokens=5'), f'{tmp_path}/state'
-    written(capsys, *flags[:2], '--tokens=0', '--prompt=line 1:', f'--save_state={state}')
-    on = written(capsys, *flags, f'--load_state={state}', '--prompt= the quick fox')[0]
-    assert on == written(capsys, *flags, '--prompt=line 1: the quick fox')[0]
-
-def test_files_and_standard_input_are_bytes(tmp_path, monkeypatch, capsys):
-    """CR, a BOM and NUL come as they are, in prompts as in training texts."""
-    raw = '\ufeffone\r\ntwo\rthree\n\0four\n'.encode()
-    (tmp_path / 'a@b').write_bytes(raw * 9)
-    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(raw)))
-    monkeypatch.setenv('HOME', str(tmp_path))
-    assert files.text_of('@~/a@b') == files.text_of('-') * 9 == raw.decode() * 9
-    assert flags_py.from_home('~/a:~/b~,~') == f'{tmp_path}/a:{tmp_path}/b~,{tmp_path}'
-    *sides, meta = prepare.load_set(str(tmp_path / 'a@b'), tokenizer='char')
-    assert vocabulary.decode(np.concatenate(sides), meta).encode() == raw * 9
-    (tmp_path / 'mine.tsv').write_bytes(b'\xef\xbb\xbf0\tno\r\n1\tyes\r\n')
-    assert sources_py.lines(str(tmp_path / 'mine.tsv'))[0] == ([b'no', b'yes'], [[0], [1]])
-
-def test_files_are_readable_by_whom_the_umask_says(text, tmp_path, monkeypatch):
-    """Replacing keeps the old file's mode. ~ is the home folder."""
-    monkeypatch.setenv('HOME', str(tmp_path))
-    before = os.umask(0o027)
-    try:
-        path = trained(text, '~/out')
-        path = tmp_path / path.removeprefix('~/')
-        assert {file.stat().st_mode & 0o777 for file in (tmp_path / 'out').iterdir()} == {0o640}
-        path.chmod(0o604)
-        assert train.main(['--resume', '--steps=5', f'--out={tmp_path}/out']) == 0
-        assert path.stat().st_mode & 0o777 == 0o604
-    finally:
-        os.umask(before)
-
-@pytest.mark.parametrize('slower', [1, 2])
-def test_sampling_takes_the_fastest_number_of_threads(slower, a_model, monkeypatch, capsys):
-    """Beside busy programs two threads take up to 15 times as long as one. --threads is kept as it is. On a GPU
-    nothing is tried."""
-    model = f'--init={a_model("--rule=delta")}'
-    monkeypatch.setattr(model_py.GPT, 'first_layer', lambda self, B, T: time.sleep(.004 * (torch.get_num_threads() == slower)))
-    try:
-        for flags, threads in ([], 3 - slower), ([f'--threads={slower}'], slower):
-            torch.set_num_threads(2)
-            written(capsys, model, '--tokens=1', *flags)
-            assert torch.get_num_threads() == threads
-        torch.set_num_threads(2)
-        machine.take_threads(None, torch.device('cuda'), lambda: pytest.fail('a trial'))
-        assert torch.get_num_threads() == 2
-    finally:
+@pytest.mark.parametrize('flags', ['--rule=softmax --n_layer=1', '--rule=delta --cross=sum --n_layer=1'])
+def test_a_translator_learns_translates_and_is_converted(flags, turned_around, tmp_path, capsys):
+    """To write digits in reverse; what it says, good or bad, is what GPT.translate makes of each source.
+    Conversion finds its own number of threads, as for who gives none."""
+    learn = '--encoder=1 --n_head=2 --n_embd=32 --steps=30 --lr=1e-2 --batch_size=64 --device=cpu --threads=1 '
+    assert train.main([f'--data={turned_around}', f'--out={tmp_path}', *(learn + flags).split()]) == 0
+    losses = [row['loss'] for row in log(tmp_path) if 'loss' in row]
+    assert losses[-1] < .9 * losses[0]                      # at first that of guessing
+    path = tmp_path / 'ckpt.safetensors'
+    say = partial(written, capsys, f'--init={path}')
+    sources = '1 2 3', '4 5', '9 8 7 6 5 4'
+    lines = '--source=@' + put(tmp_path, 'lines', '\ufeff' + '\r\n'.join(sources))
+    model, meta = load(path)
+    for source, text in zip(sources, say(lines)[0].splitlines(), strict=True):
+        row = torch.tensor([[int(digit) for digit in source.split()]])
+        assert text == vocabulary.decode(model.translate(row)[0].tolist(), meta['data'])
+        assert say(f'--source={source}')[0] == text + '\n'
+    assert len(say(lines, '--beam=3')[0].splitlines()) == 3
+    if 'softmax' not in flags:
+        return
+    short = '--controls=false', '--distil_steps=2', '--steps=2', '--batch_size=32', '--lr=5e-3'
+    for more in '--recipe=t2r --fold', '--recipe=hedgehog --swap=self,encoder --threads=1':
+        found = converted(path, tmp_path / 'rnn', *short, *more.split())
         torch.set_num_threads(1)
+        assert found['args']['threads'] in (1, 2) and found['table'][-1]['model'] == 'fine-tuned'
+        assert 'rnn/ckpt.safetensors --source="..."\n' in capsys.readouterr().out
+    assert log_py.next_command('a b', Data()) == "python sample.py --init='a b'/ckpt.safetensors"
 
-def test_threads_share_a_model(a_model):
-    """One generates, one reads layer by layer, one evaluates, each four times: as each alone."""
-    model, meta = load(a_model('--layers=softmax,delta,tova', '--n_layer=3'))
-    _, val, data = prepare.load_set(meta['args']['data'], like=meta['data'])
-    rows = made_rows(val, val, data, 16, torch.device('cpu'))
-    tokens = torch.from_numpy(val[:24].astype(int))[None]
+def test_a_failed_write_leaves_the_old_files(a_model, text, tmp_path, monkeypatch):
+    """Of a model in a folder nothing stays once another is there: here its tokenizer.json. The error names the
+    file, which that of an open file does not by itself."""
+    path, hub = Path(shutil.copy(a_model(), tmp_path)), tmp_path / 'hub'
+    in_hub_layout(hub, 'llama')
+    model, meta = load(hub)
+    export = partial(folders.to_folder, hub, config=model_files.whole_config(model.config))
+    export(model.state_dict(), data=dataclasses.replace(meta['data'], json='{}'))
+    before = {old: old.read_bytes() for old in tmp_path.rglob('*.*')}
+    assert {old.name for old in before} == {path.name, 'config.json', 'model.safetensors', 'tokenizer.json'}
+    weights, full = {name: x + 1 for name, x in model.state_dict().items()}, OSError(28, 'No space left')
+    with monkeypatch.context() as faulty:
+        faults = full, None, OSError(28, 'No space left')                       # config.json comes last
+        faulty.setattr(os, 'fsync', Mock(side_effect=faults))
+        for write in partial(save, path, model, {'data': Data()}), partial(export, weights, data=meta['data']):
+            with pytest.raises(OSError, match='No space'):
+                write()
+    assert {old: old.read_bytes() for old in tmp_path.rglob('*.*')} == before
+    export(weights, data=meta['data'])
+    assert sorted(os.listdir(hub)) == ['config.json', 'model.safetensors']
+    prepare.prepare(text, str(tmp_path))
+    with monkeypatch.context() as faulty:
+        faulty.setattr(os, 'replace', Mock(side_effect=full))
+        with pytest.raises(ValueError, match='No space'):
+            prepare.prepare(text, str(tmp_path))
+    prepare.load_set(text, str(tmp_path))
 
-    def generate():
-        return [token.item() for token, _ in itertools.islice(model.generate(tokens, temperature=0), 12)]
+def test_broken_checkpoints_are_refused(a_model, tmp_path, capsys):
+    """Missing, cut, foreign, changed by one bit anywhere: never a wrong model, never another exception."""
+    whole, rng = Path(a_model()).read_bytes(), np.random.default_rng(0)
+    bad, header = tmp_path / 'bad.safetensors', int.from_bytes(whole[:8], 'little') + 8
+    broken = [b'', b'<html>no</html>', whole[:7], whole[:header - 1], whole[:-1], whole + b'x']
+    for _ in range(40):
+        changed = bytearray(whole)
+        changed[rng.integers(0, header if rng.random() < .5 else len(whole))] ^= 1 << rng.integers(8)
+        broken.append(bytes(changed))
+    for content in broken:
+        bad.write_bytes(content)
+        with pytest.raises(ValueError, match='bad.safetensors'):
+            load(bad)
+    save_file({'x': torch.zeros(3)}, bad)
+    assert 'not written by this project' in refused(capsys, sample.main, f'--init={bad}')
 
-    def look():
-        return [seen.o.sum().item() for _ in range(6) for seen in through(model, tokens)]
+def test_a_model_from_a_file_is_not_drawn_first(a_model):
+    path, softmax = a_model('--rule=retention'), a_model('--rule=softmax')
+    before = torch.get_rng_state()
+    load(path)
+    how = dict(rule='window', cache=4, overflow='delta:taylor')
+    close(dict(load(softmax, **how)[0].state_dict()), dict(load(softmax, **how)[0].state_dict()), 0)
+    assert torch.equal(torch.get_rng_state(), before)           # what is new is always the same
 
-    def evaluate():
-        return train.evaluate(model, rows, np.arange(0, 640, 16))
-    jobs = [generate, look, evaluate] * 4
-    alone = [job() for job in jobs]
-    with ThreadPoolExecutor(6) as pool:
-        together = [pool.submit(job) for job in jobs]
-    assert [job.result() for job in together] == alone and not model.training
-
-def test_what_matters_is_said(a_model, capsys):
-    """A rope beyond its rows."""
-    ckpt = a_model('--rule=softmax', '--pos=rope')
-    assert 'past 16 tokens, rope meets' in written(capsys, f'--init={ckpt}', '--tokens=20')[1]
-    bounded = '--rule=tova', '--cache=8', '--positions=compress'
-    assert 'rope meets' not in written(capsys, f'--init={ckpt}', '--tokens=20', *bounded)[1]
-    assert 'rope meets' in written(capsys, f'--init={ckpt}', '--tokens=20', *bounded[:2])[1]
-    assert 'rope' not in written(capsys, f'--init={ckpt}', '--tokens=15')[1]
-
-def test_a_large_teacher_is_looked_at_only_for_new_parameters(a_model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(starts, 'SMALL', 0)
-    for overflow, begins in ('', 0), ('sum:slots', 1):
-        begin = Mock()
-        monkeypatch.setattr(convert, 'begin_as', begin)
-        run = f'--from={a_model("--rule=softmax")}', '--recipe=hybrid', '--cache=6', f'--overflow={overflow}'
-        how = '--keep=1', '--steps=0', '--distil_steps=0', '--eval_rows=2', f'--out={tmp_path}'
-        assert convert.main([*run, *how]) == 0 and begin.call_count == begins
-        assert ('new parameters begin' in capsys.readouterr().out) == (begins > 0)
-    flags = f'--init={a_model("--rule=softmax")}', '--steps=1', f'--out={tmp_path}/tuned', '--device=cpu'
-    assert '\n1 row of 16 a step, about 0.00' in written(capsys, *flags, main=train.main)[0]   # and fine-tuned by one
-    monkeypatch.setattr(machine, 'whole_memory', lambda device: 10 ** 6)
-    assert 'take a smaller one' in refused(capsys, train.main, *flags, '--batch_size=64')
-
-@pytest.mark.skipif(os.name == 'nt', reason='no signals')
-def test_a_suite_that_is_terminated_ends_its_training(characters, tmp_path):
-    """As with Ctrl-C. Otherwise it would train on, and hold the folder that the next suite needs."""
-    words = 'bench.py', 'language', '--only=delta', f'--data={characters}', '--steps=1000000', f'--out={tmp_path}'
-    suite = subprocess.Popen([sys.executable, *words], cwd=HERE, stderr=subprocess.PIPE, text=True,
-                             start_new_session=True)
-    try:
-        assert 'train.py' in suite.stderr.readline()
-        suite.terminate()
-        assert 'stopped' in suite.communicate()[1] and suite.returncode == 130
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(suite.pid, signal.SIGKILL)
+@pytest.mark.parametrize('rule, change, why', [
+    ('softmax', dict(beta_max=1.0), ''), ('delta', dict(rule='full'), 'full'),
+    ('delta', dict(newer=1), 'newer is unknown'),
+    ('delta', dict(out_norm=...), 'out_norm is unknown, or is missing'),
+    ('delta', dict(data=dict(newer=1)), "keyword argument 'newer'"),
+    ('delta', dict(data=dict(tokenizer='json', vocab_size=256, json='{}')), 'no description of a tok')], ids=str)
+def test_files_of_other_versions_load_or_are_refused_in_one_sentence(rule, change, why, a_model, tmp_path, capsys):
+    """What is missing, unknown or gone cannot be built."""
+    if 'tok' in why:
+        pytest.importorskip('tokenizers')
+    path = tmp_path / 'old.safetensors'
+    tensors, meta = weights_py.read_tensors(a_model(f'--rule={rule}'))
+    data = change.get('data', meta['data'])
+    config = {name: x for name, x in (meta['config'] | change).items() if x is not ... and name != 'data'}
+    weights_py.write_tensors(path, tensors, meta | {'config': config, 'data': data})
+    if not why:
+        load(path)
+        return
+    err = refused(capsys, sample.main, f'--init={path}')
+    assert why in err and 'old.safetensors' in err
 
 
-# ---- 9. Data -----------------------------------------------------------------------------------------------
+# ---- 10. data/: tasks, published sets, files of your own, tokens, rows -------------------------------------
 
 def test_generated_tasks_are_what_the_papers_say():
     for name, keep, every in ('recall', False, True), ('recall-kept', True, True), ('recall-one', True, False):
@@ -2511,6 +2305,19 @@ def test_a_text_is_prepared_in_tokens_that_say_it_again_or_in_those_of_another(t
         with pytest.raises(ValueError, match='utf-8'):
             prepare.load_set('stdlib', root, 'bpe:301')
 
+def test_files_and_standard_input_are_bytes(tmp_path, monkeypatch, capsys):
+    """CR, a BOM and NUL come as they are, in prompts as in training texts."""
+    raw = '\ufeffone\r\ntwo\rthree\n\0four\n'.encode()
+    (tmp_path / 'a@b').write_bytes(raw * 9)
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(raw)))
+    monkeypatch.setenv('HOME', str(tmp_path))
+    assert files.text_of('@~/a@b') == files.text_of('-') * 9 == raw.decode() * 9
+    assert flags_py.from_home('~/a:~/b~,~') == f'{tmp_path}/a:{tmp_path}/b~,{tmp_path}'
+    *sides, meta = prepare.load_set(str(tmp_path / 'a@b'), tokenizer='char')
+    assert vocabulary.decode(np.concatenate(sides), meta).encode() == raw * 9
+    (tmp_path / 'mine.tsv').write_bytes(b'\xef\xbb\xbf0\tno\r\n1\tyes\r\n')
+    assert sources_py.lines(str(tmp_path / 'mine.tsv'))[0] == ([b'no', b'yes'], [[0], [1]])
+
 STRANGE = ("It's so.\n\n  Then he...\nwent\ton, 1234567 \u2581 or\u3000so a\u0300 b; <s> not </s> a <|end|> "
            'caf\u00e9 \u0431\u044b\u043b \u0431\u044b \u4f60\u597d\u4e16\u754c\U0001f600 end \u00a0 x  y '
            'z?!\nNo, no: "yes" he said')
@@ -2570,6 +2377,28 @@ def subwords(kind):
 
 KINDS = 'gpt2', 'llama2', 'llama3', 'metaspace', 'phrases'
 
+@pytest.mark.parametrize('kind', ['gpt2', 'llama2', 'llama3', 'metaspace', 'prefix'])
+def test_what_goes_on_has_the_tokens_of_the_whole_text(kind, tmp_path, capsys):
+    """Wherever the whole text's tokens have a border."""
+    raw = json.loads(tokenizer_json('gpt2' if kind == 'prefix' else kind))
+    if kind == 'prefix':
+        raw['pre_tokenizer']['add_prefix_space'] = True
+    data = Data('json', 700, json=json.dumps(raw))
+    text, borders = TEXT[:99] + STRANGE.replace('\u2581', '') + "it's ..'s a\n\n b   d\te\n x", 0
+    whole = vocabulary.encode(text, data)
+    for i in range(1, len(whole)):
+        said = vocabulary.decode(whole[:i], data).removeprefix(' ')
+        if text.startswith(said):
+            borders += 1
+            assert vocabulary.continued(text[len(said):], whole[i - 1:i], data) == whole[i:]
+    assert borders > 60
+    in_hub_layout(tmp_path, 'llama', vocab=700)
+    put(tmp_path, 'tokenizer.json', data.json)
+    flags, state = (f'--init={tmp_path}', '--temperature=0', '--tokens=5'), f'{tmp_path}/state'
+    written(capsys, *flags[:2], '--tokens=0', '--prompt=line 1:', f'--save_state={state}')
+    on = written(capsys, *flags, f'--load_state={state}', '--prompt= the quick fox')[0]
+    assert on == written(capsys, *flags, '--prompt=line 1: the quick fox')[0]
+
 def made(folder, x, y, ends, **more):
     """The path of a set of these rows, whose sides end at `ends`, with more in its meta.json."""
     dtype = 'uint8' if more['vocab_size'] < 256 else 'uint16'
@@ -2596,242 +2425,743 @@ def test_what_a_prepared_set_says_and_holds_is_checked_before_a_model_is_built(m
     err = refused(capsys, train.main, f'--data={folder}', f'--out={out}', *TINY, '--steps=1')
     assert re.search(words, err) and 'prepare it anew' in err and not out.exists()
 
-@pytest.fixture(scope='session')
-def threes(tmp_path_factory):
-    """The path of a task: is there a 3 among up to 7 numbers? Half of the rows are shorter, padded with 9."""
-    rng = np.random.default_rng(0)
-    x = rng.integers(0, 8, (1200, 7))
-    x[::2, 5:] = 9
-    y = np.full_like(x, 10)
-    ends = (x != 9).sum(1) - 1
-    y[np.arange(1200), ends] = (x == 3).any(1)
-    return made(tmp_path_factory.mktemp('threes'), x, y, [1000, 1200], vocab_size=10, ignore=10, pad=9,
-                classes=2)
+def test_rows_and_draws_are_functions_of_seed_and_step():
+    """And of the index of a row, or of a process's rank."""
+    def starts(seed, step):
+        return made_rows(np.zeros(1000), None, Data(), 16, torch.device('cpu'), 8, seed).starts(step)
+    a = starts(3, 7)
+    assert len(set(a)) > 4 and a.max() < 1000 - 16 and (a == starts(3, 7)).all()
+    assert (a != starts(3, 8)).any() and (a != starts(4, 7)).any()
+    opt = train.adamw(torch.nn.Linear(1, 1), 1e-3, 0.0)
 
-@pytest.mark.parametrize('flags', ['--rule=sum', '--rule=softmax --pool=first', '--rule=gated_delta'])
-def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp_path, capsys):
-    learn = ('--causal=false --n_layer=1 --n_head=2 --n_embd=16 --steps=9 --lr=1e-2 --batch_size=32 '
-             '--device=cpu --threads=1 ')
-    assert train.main([f'--data={threes}', f'--out={tmp_path}', *(learn + flags).split()]) == 0
-    path = tmp_path / 'ckpt.safetensors'
-    model = load(path)[0].eval()
-    _, val, _ = prepare.load_set(threes)
-    x, y = torch.from_numpy(val.astype(int)).view(-1, 2, 7).unbind(1)
-    alone = torch.cat([model(row[row != 9][None])[0] for row in x])         # without padding
-    near(model(x)[0], alone, 1e-5)
-    right = alone.argmax(1) == y.min(1).values                              # other targets are 10
-    assert log(tmp_path)[-1]['accuracy'] == pytest.approx(right.float().mean().item())
-    expected = np.nan_to_num(np.corrcoef(alone.argmax(1), y.min(1).values)[0, 1])       # of two, it is Matthews'
-    assert (log(tmp_path)[-1]['matthews'], log(tmp_path)[-1]['majority']) == pytest.approx((expected, .53))
-    p = model(torch.tensor([[1, 2, 3, 4]]))[0].softmax(-1)[0]
-    likelier = p.argmax().item()
-    said = [f'class {i}: {p[i]:.1%}' for i in (likelier, 1 - likelier)]
-    assert written(capsys, f'--init={path}', '--prompt=1 2 3 4')[0].splitlines() == said
-    if 'softmax' in flags:
-        for recipe in 'pure', 'hedgehog':
-            found = converted(path, tmp_path / 'rnn', f'--recipe={recipe}', '--controls=false',
-                              '--batch_size=16')
-            teacher, *_, last = found['table']
-            assert last['recovered'] == pytest.approx(last['accuracy'] / teacher['accuracy'])
+    def drawn(step, seed, rank):
+        train.begin_step(opt, step, 1e-3, seed, rank)
+        return torch.rand(1).item()
+    cases = [(step, *more) for step in range(4) for more in [(0, 0), (1, 0), (0, 1)]]
+    numbers = [drawn(*case) for case in cases]
+    assert len(set(numbers)) == 12 and numbers[::-1] == [drawn(*case) for case in cases[::-1]]
 
-@pytest.fixture(scope='session')
-def turned_around(tmp_path_factory):
-    """The path of pairs: 2 to 6 digits, and the same in reverse."""
-    rng = np.random.default_rng(0)
-    x, y = np.full((2050, 13), 10), np.full((2050, 13), 11)         # 6 to be read, 7 to be written
-    for i in range(2050):
-        n = rng.integers(2, 7)
-        x[i, :n] = rng.integers(0, 10, n)
-        x[i, 7:7 + n] = y[i, 6:6 + n] = x[i, :n][::-1]
-        y[i, 6 + n] = 10
-    return made(tmp_path_factory.mktemp('turned'), x, y, [1800, 2000], vocab_size=11, ignore=11, pad=10,
-                source=6)
+def test_rows_end_with_the_last_target_of_all():
+    """Of a task, unless its inputs are patches; a text's last row has targets up to the text's end."""
+    def rows(begin, **meta):
+        x, y = made_rows(None, None, Data(**meta), 6, torch.device('cpu')).rows(data.reshape(-1), begin)
+        return x.tolist(), y.tolist()
+    data = np.arange(24, dtype=np.uint8).reshape(2, 2, 6)
+    data[:, 1] = 99
+    data[0, 1, 1], data[1, 1, 3] = 5, 7
+    task = [[0, 1, 2, 3], [12, 13, 14, 15]], [[-1, 5, -1, -1], [-1, -1, -1, 7]]
+    assert rows([0, 12], row=6, ignore=99) == task
+    assert [len(side[0]) for side in rows([0, 12], row=6, ignore=99, patch=2)] == [6, 6]
+    assert rows([20])[1] == [[7, 99, 99, -1, -1, -1]]
 
-@pytest.mark.parametrize('flags', ['--rule=softmax --n_layer=1', '--rule=delta --cross=sum --n_layer=1'])
-def test_a_translator_learns_translates_and_is_converted(flags, turned_around, tmp_path, capsys):
-    """To write digits in reverse; what it says, good or bad, is what GPT.translate makes of each source.
-    Conversion finds its own number of threads, as for who gives none."""
-    learn = '--encoder=1 --n_head=2 --n_embd=32 --steps=30 --lr=1e-2 --batch_size=64 --device=cpu --threads=1 '
-    assert train.main([f'--data={turned_around}', f'--out={tmp_path}', *(learn + flags).split()]) == 0
-    losses = [row['loss'] for row in log(tmp_path) if 'loss' in row]
-    assert losses[-1] < .9 * losses[0]                      # at first that of guessing
-    path = tmp_path / 'ckpt.safetensors'
-    say = partial(written, capsys, f'--init={path}')
-    sources = '1 2 3', '4 5', '9 8 7 6 5 4'
-    lines = '--source=@' + put(tmp_path, 'lines', '\ufeff' + '\r\n'.join(sources))
-    model, meta = load(path)
-    for source, text in zip(sources, say(lines)[0].splitlines(), strict=True):
-        row = torch.tensor([[int(digit) for digit in source.split()]])
-        assert text == vocabulary.decode(model.translate(row)[0].tolist(), meta['data'])
-        assert say(f'--source={source}')[0] == text + '\n'
-    assert len(say(lines, '--beam=3')[0].splitlines()) == 3
-    if 'softmax' not in flags:
+@pytest.mark.parametrize('more', [dict(source=12), {}], ids=['apart', 'one text'])
+def test_pairs_of_like_length_come_together(more):
+    """A batch's longer sides lie between those of two others, and the batches are in no order."""
+    T, pad, meta = 24, 99, Data('ids', 100, row=24, pad=99, **more)
+    pairs = np.random.default_rng(0).integers(pad, size=(500, 2, T))
+    for row in pairs:
+        for side in np.split(row[0], 2):
+            side[1 + side[0] % 12:] = pad
+    data = pairs.reshape(-1)
+    rows = made_rows(data, None, meta, T, torch.device('cpu'), 8)
+    begin = [rows.starts(step) for step in range(2 * data_rows_py.POOL)]
+    sides = (pairs[:, 0] != pad).reshape(500, 1 + len(more), -1).sum(2).max(1)
+    first = [sides[b // (2 * T)] for b in begin[:data_rows_py.POOL]]
+    assert all((b % (2 * T) == 0).all() for b in begin) and len(set(np.concatenate(begin))) > 300
+    for least, most in itertools.pairwise(sorted((side.min(), side.max()) for side in first)):
+        assert least[1] <= most[0]
+    means = [side.mean() for side in first]
+    assert means != sorted(means) and means != [sides[b // (2 * T)].mean() for b in begin[data_rows_py.POOL:]]
+
+@pytest.mark.parametrize('kind', ['texts', 'lines', 'tasks', 'pairs', 'pairs as one text'])
+def test_batches_and_processes_are_parts_of_one_larger_batch(kind, text, turned_around, tmp_path, monkeypatch):
+    """The gradients of 8 rows at once, whose numbers of targets differ."""
+    monkeypatch.setattr(data_rows_py, 'POOL', 1)
+
+    def lines_of(name, words):
+        return put(tmp_path, name, ''.join(f'{i % 3}\t{"word " * (1 + i % words)}\n' for i in range(90)))
+    lines, both = lines_of('x.tsv', 7), f'{lines_of("a", 5)}:{lines_of("b", 9)}'
+    name = {'texts': text, 'lines': lines, 'tasks': 'recall', 'pairs': turned_around}.get(kind, both)
+    like = Data('byte', 256) if name not in (lines, 'recall', turned_around) else None
+    train_side, val, meta = prepare.load_set(name, like=like)
+    T = meta.row or 16
+    data = made_rows(train_side, val, meta, T, torch.device('cpu'), 8)
+    config = Config(n_layer=2, n_head=2, n_embd=16)
+    model = starts.built(train.Args(), model_py.GPT, config, data, {}).double()         # of the kind of the data
+
+    def gradients(batch_size, accum, world=1):
+        total = 0
+        for rank in range(world):
+            how = dict(batch_size=batch_size, accum=accum, rank=rank, world=world)
+            for loss in train.losses(model, dataclasses.replace(data, **how), [None] * accum, 3):
+                loss.backward()
+            total = total + torch.cat([p.grad.flatten() for p in model.parameters()]) / world
+            model.zero_grad()
+        return total
+    whole = gradients(8, 1)
+    for split in (4, 2), (2, 4), (1, 8), (8, 1, 2), (8, 1, 4), (4, 2, 2):
+        near(gradients(*split), whole, 1e-12)
+
+@contextlib.contextmanager
+def served(contents, fault):
+    """A server of contents by path -> its address, and the list of paths it was asked for. They meet a fault: a
+    status, 'silent', 'cut', or another content; or none."""
+    asked, over = [], threading.Event()
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        log_message = Mock()
+
+        def do_GET(self):
+            asked.append(self.path)
+            sent = contents[self.path]
+            if fault == 'silent':
+                return over.wait()
+            if isinstance(fault, int):
+                return self.send_error(fault)
+            if isinstance(fault, bytes):
+                sent = fault
+            self.send_response(200)
+            self.send_header('Content-Length', str(len(sent)))
+            self.end_headers()
+            self.wfile.write(sent[:5] if fault == 'cut' else sent)
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Server) as server:
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+        yield f'http://127.0.0.1:{server.server_port}', asked
+        over.set()
+        server.shutdown()
+
+@pytest.mark.parametrize('fault', [None, 'cut', 404, b'<html>sign in</html>', 'silent'])
+def test_downloads_end_whole_or_not_at_all(fault, tmp_path, monkeypatch):
+    """Two files, from a server that cuts, fails, sends web pages, is silent. Nothing wrong is
+    left. Other rows are made of the same files, as long as they are those."""
+    bodies = PUBLISHED['trec']
+    known = {base: hashlib.sha256(body).hexdigest() for base, body in bodies.items()}
+    monkeypatch.setattr(files, 'TIMEOUT', .2 if fault == 'silent' else 10)
+    with served({'/' + base: body for base, body in bodies.items()}, fault) as (address, asked):
+        entry = prepare.DATASETS['trec']._replace(files=known, urls=[address])
+        monkeypatch.setitem(prepare.DATASETS, 'trec', entry)
+        if fault is None:
+            prepare.load_set('trec', str(tmp_path))
+            assert {base: (tmp_path / 'trec' / base).read_bytes() for base in bodies} == bodies
+            assert prepare.load_set('trec-16', str(tmp_path))[2].row == 16
+            assert len(asked) == 2
+            (tmp_path / 'trec' / next(iter(bodies))).write_bytes(b'1 What ?')
+            with pytest.raises(ValueError, match='is not the file of trec: sha256 is'):
+                prepare.prepare('trec', str(tmp_path))
+        else:
+            with pytest.raises(ValueError, match='by hand') as e:
+                prepare.load_set('trec', str(tmp_path))
+            place = tmp_path / 'trec' / next(iter(bodies))
+            assert f'{address}/{place.name}: ' in str(e.value) and str(place) in str(e.value)
+            assert '\n' not in str(e.value) and len(asked) == 1
+            assert not list(tmp_path.rglob('*.*'))
+    with pytest.raises(ValueError, match='by hand'):                # nobody answers
+        prepare.load_set('trec', str(tmp_path / 'down'))
+
+
+# ---- 11. hub/: models in the hub's layout, their tokens, their templates -----------------------------------
+
+LLAMAS = 'llama', 'mistral', 'qwen2', 'qwen3', 'qwen3_5_text', 'olmo_hybrid'
+
+SIZES = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=4, intermediate_size=12)
+LAYOUTS = dict(     # names in transformers, sizes
+    gpt2=('GPT2', 'LMHeadModel', dict(n_layer=2, n_head=4, n_embd=16, n_inner=12, vocab_size=30, n_positions=16)),
+    llama=('Llama', 'ForCausalLM', dict(SIZES, head_dim=6, max_position_embeddings=16, rms_norm_eps=1e-5)),
+    mistral=('Mistral', 'ForCausalLM', dict(SIZES, head_dim=6, sliding_window=7)),
+    qwen2=('Qwen2', 'ForCausalLM', dict(SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1)),
+    qwen3=('Qwen3', 'ForCausalLM', dict(SIZES, head_dim=6)),
+    qwen3_5_text=('Qwen3_5', 'ForCausalLM', dict(
+        SIZES, head_dim=16, layer_types=['linear_attention', 'full_attention'], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=10)),
+    olmo_hybrid=('OlmoHybrid', 'ForCausalLM', dict(
+        SIZES, head_dim=6, layer_types=['linear_attention', 'full_attention'], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=10, rope_theta=None, pad_token_id=None,
+        eos_token_id=None)),
+    bert=('Bert', 'ForSequenceClassification', dict(SIZES, vocab_size=300, max_position_embeddings=16,
+                                                    pad_token_id=3)),
+    vit=('ViT', 'ForImageClassification', dict(SIZES, image_size=8, patch_size=4)))
+EMBEDS = 'gpt2', *LLAMAS
+
+def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, dtype=torch.float32, tied=True, vocab=30,
+                  groups=1, classes=3, **more):
+    """A model of transformers, of two layers with random weights, as the hub keeps it -> functions to its last
+    norm and to its logits, from tokens or from pictures of 8 x 8 pixels 0..255. old: names of 2018, and no
+    pooler; more: for config.json"""
+    hf = pytest.importorskip('transformers')
+    name, head, sizes = LAYOUTS[kind]
+    rope = {key: copy.copy(value) for key, value in more.items() if key.startswith('rope')}
+    given = sizes | ({} if 'yarn' in str(rope) else rope)
+    if kind in LLAMAS:
+        given.update(vocab_size=vocab, num_key_value_heads=groups)
+    given.update(dict(tie_word_embeddings=tied) if kind in EMBEDS else dict(num_labels=classes))
+    config = getattr(hf, f'{name}TextConfig' if kind == 'qwen3_5_text' else f'{name}Config')(**given)
+    model = getattr(hf, name + (head if classes or kind in EMBEDS else 'Model'))(config).eval()
+    for part, p in model.named_parameters():
+        fast = 2 * part.endswith('A_log')               # log-decays to about -20
+        p.data = (torch.randn(p.shape) / p.shape[-1] ** .5 + fast).to(dtype).float()
+    kept = {'h.0.attn.bias': torch.ones(1, 1, 16, 16)} if kind == 'gpt2' else {}    # a mask, in older files
+    model.save_pretrained(folder)
+    tensors = load_file(folder / 'model.safetensors')
+    for key in [key for key in tensors if 'q_conv1d' in key]:       # transformers 5.24 writes them as three thirds
+        convs = [key.replace('q_conv1d', f'{x}_conv1d') for x in 'qkv']
+        sizes = [len(tensors[name.replace('conv1d', 'proj')]) for name in convs]
+        tensors.update(zip(convs, torch.cat([tensors[name] for name in convs]).split(sizes)))
+    for key, x in tensors.items():
+        if old:
+            key = key.replace('m.weight', 'm.gamma').replace('m.bias', 'm.beta')
+        if not prefix:
+            key = key.removeprefix(f'{model.base_model_prefix}.')
+        if not (old and 'pooler' in key):
+            kept[key] = x.to(dtype, copy=True)
+    (folder / 'model.safetensors').unlink()
+    (folder / 'generation_config.json').unlink(missing_ok=True)
+    put(folder, 'config.json', json.dumps({**given, 'model_type': kind, **more}))
+    files = ['model.safetensors'] if shards == 1 else [f'model-{i}.safetensors' for i in range(shards)]
+    where = {key: files[i % shards] for i, key in enumerate(kept)}
+    for file in files:
+        save_file({key: x for key, x in kept.items() if where[key] == file}, folder / file)
+    if shards > 1:
+        put(folder, 'model.safetensors.index.json', json.dumps({'weight_map': where}))
+
+    def of(model, x):
+        how = dict(pixel_values=(x / 255 - .5) / .5) if kind == 'vit' else dict(input_ids=x)
+        return model(**how, **dict(attention_mask=x != 3) if kind == 'bert' else {})
+    return lambda x: of(model.base_model, x).last_hidden_state, lambda x: of(model, x).logits
+
+LLAMA31 = dict(rope_type='llama3', factor=8.0, low_freq_factor=.02, high_freq_factor=1.5,
+               original_max_position_embeddings=10)
+
+def examples(kind):
+    """What `by_hand` takes, the tokens of it, and which places are none of padding."""
+    if kind in EMBEDS:
+        tokens = torch.randint(30, (2, 11))
+        return tokens, tokens, tokens >= 0
+    if kind == 'vit':
+        x = torch.randint(256, (3, 3, 8, 8))
+        tokens = F.unfold(x.float(), 4, stride=4).mT.flatten(1)     # a patch: channel, row, column
+        return x, tokens, torch.ones(3, 5, dtype=torch.bool)
+    tokens = torch.randint(4, 300, (3, 11))
+    tokens[1, 6:] = tokens[2, 1:] = 3
+    return tokens, tokens, tokens != 3
+
+NAMES = dict(gpt2='GPT2LMHeadModel', llama='LlamaForCausalLM', bert='BertForSequenceClassification')
+
+@pytest.mark.parametrize('kind, how', [
+    ('gpt2', {}), ('gpt2', dict(prefix=False)), ('gpt2', dict(tied=False, shards=3, dtype=torch.bfloat16)),
+    ('llama', {}), ('llama', dict(tied=False, groups=2, rope_theta=5e5)),
+    ('llama', dict(groups=4, rope_parameters=dict(rope_theta=1e3))), ('llama', dict(rope_scaling=LLAMA31)),
+    ('llama', dict(rope_parameters=dict(LLAMA31, rope_theta=1e3))),
+    ('bert', {}), ('bert', dict(prefix=False, classes=0, old=True)),
+    ('vit', {}), ('vit', dict(prefix=False, classes=0))])
+def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path):
+    """Each place and the logits: loaded, written and loaded again, with bounded rows, and step by step."""
+    last, logits = in_hub_layout(tmp_path, kind, **how)
+    x, tokens, there = examples(kind)
+    model, meta = load(tmp_path)
+    models = [model]
+    write = partial(folders.to_folder, tmp_path / 'again', model.state_dict(),
+                    model_files.whole_config(model.config), meta['data'])
+    writable = kind != 'vit' and 'old' not in how               # the old BERT has no pooler
+    if writable:
+        write()
+        again, meta_again = load(tmp_path / 'again')
+        models.append(again)
+    else:
+        with pytest.raises(ValueError, match='Olmo Hybrid, BERT with its pooler alone'):
+            write()
+    if kind in EMBEDS:
+        positions = 'compress' if kind == 'llama' else 'true'       # no gap is long enough
+        models.append(load(tmp_path, rule='tova', cache=11, positions=positions)[0])
+        models.append(load(tmp_path, rule='window', cache=11, overflow='sum')[0])
+    with torch.no_grad():
+        for found in models:
+            near(found.eval().hidden(tokens)[0][there], last(x)[there], 1e-5)
+            if how.get('classes', 3):
+                near(found(tokens)[0], logits(x), 1e-5)
+        if kind in EMBEDS:
+            near(model_in_parts(model, tokens, range(1, 11))[0], logits(x), 1e-5)
+    assert getattr(model.config, 'pooler', False) == (kind == 'bert' and writable)
+    assert getattr(model.config, 'pad', None) == (3 if kind == 'bert' else None)
+    assert meta['data'].vocab_size == dict(bert=300, vit=256).get(kind, 30)
+    if not writable:
         return
-    short = '--controls=false', '--distil_steps=2', '--steps=2', '--batch_size=32', '--lr=5e-3'
-    for more in '--recipe=t2r --fold', '--recipe=hedgehog --swap=self,encoder --threads=1':
-        found = converted(path, tmp_path / 'rnn', *short, *more.split())
-        torch.set_num_threads(1)
-        assert found['args']['threads'] in (1, 2) and found['table'][-1]['model'] == 'fine-tuned'
-        assert 'rnn/ckpt.safetensors --source="..."\n' in capsys.readouterr().out
-    assert log_py.next_command('a b', Data()) == "python sample.py --init='a b'/ckpt.safetensors"
+    given, raw = (json.loads((path / 'config.json').read_text()) for path in (tmp_path, tmp_path / 'again'))
+    assert raw['model_type'] == kind and raw['architectures'] == [NAMES[kind]]
+    assert kind != 'gpt2' or raw['activation_function'] == 'gelu_new'
+    if kind in EMBEDS:                                          # 10 positions are not 10.0, says transformers
+        assert all(repr(raw[key]) == repr(value) for key, value in given.items() if key in raw)
+    assert raw.get('num_key_value_heads') == (how.get('groups', 1) if kind == 'llama' else None)
+    assert meta_again['data'].pad == getattr(model.config, 'pad', None)
 
-def test_a_failed_write_leaves_the_old_files(a_model, text, tmp_path, monkeypatch):
-    """Of a model in a folder nothing stays once another is there: here its tokenizer.json. The error names the
-    file, which that of an open file does not by itself."""
-    path, hub = Path(shutil.copy(a_model(), tmp_path)), tmp_path / 'hub'
-    in_hub_layout(hub, 'llama')
-    model, meta = load(hub)
-    export = partial(folders.to_folder, hub, config=model_files.whole_config(model.config))
-    export(model.state_dict(), data=dataclasses.replace(meta['data'], json='{}'))
-    before = {old: old.read_bytes() for old in tmp_path.rglob('*.*')}
-    assert {old.name for old in before} == {path.name, 'config.json', 'model.safetensors', 'tokenizer.json'}
-    weights, full = {name: x + 1 for name, x in model.state_dict().items()}, OSError(28, 'No space left')
-    with monkeypatch.context() as faulty:
-        faults = full, None, OSError(28, 'No space left')                       # config.json comes last
-        faulty.setattr(os, 'fsync', Mock(side_effect=faults))
-        for write in partial(save, path, model, {'data': Data()}), partial(export, weights, data=meta['data']):
-            with pytest.raises(OSError, match='No space'):
-                write()
-    assert {old: old.read_bytes() for old in tmp_path.rglob('*.*')} == before
-    export(weights, data=meta['data'])
-    assert sorted(os.listdir(hub)) == ['config.json', 'model.safetensors']
-    prepare.prepare(text, str(tmp_path))
-    with monkeypatch.context() as faulty:
-        faulty.setattr(os, 'replace', Mock(side_effect=full))
-        with pytest.raises(ValueError, match='No space'):
-            prepare.prepare(text, str(tmp_path))
-    prepare.load_set(text, str(tmp_path))
+@pytest.mark.parametrize('kind', LLAMAS)
+def test_models_that_people_run_are_read_tuned_and_written(kind, tmp_path, capsys, text):
+    """Of odd sizes: a whole text, pieces, step by step, with bounded rows, and greedy text are theirs; so are
+    the logits of what train.py makes of it and convert.py writes. Parts of the whole Qwen3.5 are skipped."""
+    hf = pytest.importorskip('transformers')
+    data = a_talker(tmp_path / 'a', family=kind, groups=2, tied=False, dtype=torch.bfloat16)
+    tokens = torch.randint(data.vocab_size, (2, 75))
 
-def test_broken_checkpoints_are_refused(a_model, tmp_path, capsys):
-    """Missing, cut, foreign, changed by one bit anywhere: never a wrong model, never another exception."""
-    whole, rng = Path(a_model()).read_bytes(), np.random.default_rng(0)
-    bad, header = tmp_path / 'bad.safetensors', int.from_bytes(whole[:8], 'little') + 8
-    broken = [b'', b'<html>no</html>', whole[:7], whole[:header - 1], whole[:-1], whole + b'x']
-    for _ in range(40):
-        changed = bytearray(whole)
-        changed[rng.integers(0, header if rng.random() < .5 else len(whole))] ^= 1 << rng.integers(8)
-        broken.append(bytes(changed))
-    for content in broken:
-        bad.write_bytes(content)
-        with pytest.raises(ValueError, match='bad.safetensors'):
-            load(bad)
-    save_file({'x': torch.zeros(3)}, bad)
-    assert 'not written by this project' in refused(capsys, sample.main, f'--init={bad}')
+    def theirs(folder):
+        return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-def test_a_model_from_a_file_is_not_drawn_first(a_model):
-    path, softmax = a_model('--rule=retention'), a_model('--rule=softmax')
-    before = torch.get_rng_state()
-    load(path)
-    how = dict(rule='window', cache=4, overflow='delta:taylor')
-    close(dict(load(softmax, **how)[0].state_dict()), dict(load(softmax, **how)[0].state_dict()), 0)
-    assert torch.equal(torch.get_rng_state(), before)           # what is new is always the same
+    def logits(folder):
+        with torch.no_grad():
+            return theirs(folder)(tokens).logits
 
-@pytest.mark.parametrize('rule, change, why', [
-    ('softmax', dict(beta_max=1.0), ''), ('delta', dict(rule='full'), 'full'),
-    ('delta', dict(newer=1), 'newer is unknown'),
-    ('delta', dict(out_norm=...), 'out_norm is unknown, or is missing'),
-    ('delta', dict(data=dict(newer=1)), "keyword argument 'newer'"),
-    ('delta', dict(data=dict(tokenizer='json', vocab_size=256, json='{}')), 'no description of a tok')], ids=str)
-def test_files_of_other_versions_load_or_are_refused_in_one_sentence(rule, change, why, a_model, tmp_path, capsys):
-    """What is missing, unknown or gone cannot be built."""
-    if 'tok' in why:
+    wanted, model = logits(tmp_path / 'a'), load(tmp_path / 'a')[0]
+    models = [model]
+    if 'window' not in model.config.rules:
+        models.append(load(tmp_path / 'a', rule='h2o', cache=75)[0])
+    if kind == 'qwen3_5_text':
+        folder = shutil.copytree(tmp_path / 'a', tmp_path / 'whole')
+        raw = json.loads((folder / 'config.json').read_text())
+        put(folder, 'config.json', json.dumps(dict(model_type='qwen3_5', text_config=raw, vision_config={})))
+        tensors = load_file(folder / 'model.safetensors')
+        tensors = {name.replace('model.', 'model.language_model.'): x for name, x in tensors.items()}
+        more = {'model.visual.blocks.0.a': torch.ones(2), 'mtp.norm.weight': torch.ones(2)}
+        save_file(tensors | more, folder / 'model.safetensors')
+        capsys.readouterr()
+        models.append(load(folder)[0])
+        assert '2 tensors not used, such as model.visual.blocks.0.a' in capsys.readouterr().err
+    with torch.no_grad():
+        for found in models:
+            for cuts in [], [1, 31, 32], range(1, 75):
+                near(model_in_parts(found, tokens, cuts)[0], wanted, 1e-4 * wanted.std() / wanted.abs().max())
+    rounded, low = load(tmp_path / 'a')[0], load(tmp_path / 'a', dtype=torch.bfloat16)[0]
+    model_files.round_weights(rounded)
+    assert all(torch.equal(x, rounded.state_dict()[name]) for name, x in low.state_dict().items())
+    row = vocabulary.with_bos(vocabulary.encode('the quick', data), data)
+    says = theirs(tmp_path / 'a').generate(torch.tensor([row]), do_sample=False, max_new_tokens=5, eos_token_id=None)
+    greedy = f'--init={tmp_path}/a', '--prompt=the quick', '--tokens=5', '--temperature=0'
+    assert vocabulary.decode(says[0, len(row):].tolist(), data) in written(capsys, *greedy)[0]
+    written(capsys, *greedy, '--rule=h2o', '--cache=4', f'--html={tmp_path}/page.html')
+    run = f'--init={tmp_path}/a', f'--data={text}', '--steps=1', '--block_size=16', f'--out={tmp_path}/o', '--device=cpu'
+    assert train.main([*run]) == 0
+    assert convert.main([f'--from={tmp_path}/o/ckpt.safetensors', f'--export={tmp_path}/b']) == 0
+    tuned = load(tmp_path / 'o' / 'ckpt.safetensors')[0]
+    near(tuned(tokens)[0], logits(tmp_path / 'b'), 1e-4)
+    assert (tuned(tokens)[0] - wanted).abs().max() > 1e-3
+
+def test_a_qwen3_becomes_an_rnn(tmp_path, text):
+    """Its norms of q and k go along, into caches and into matrices."""
+    a_talker(tmp_path / 'a', family='qwen3', groups=2)
+    for recipe in '--recipe=hybrid', '--recipe=pure':
+        found = converted(tmp_path / 'a', tmp_path / 'o', f'--data={text}', '--row=100', '--steps=2', recipe, '--controls=false')
+        assert found['table'] and load(tmp_path / 'o' / 'ckpt.safetensors')[0].blocks[1].mixer.q_norm is not None
+
+DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; what it is now; what is said
+    ('llama', 'rope_scaling', dict(rope_type='yarn'), 'rope of type yarn'),
+    ('qwen3', 'head_dim', 7, 'rope rotates pairs'),
+    ('qwen2', 'layer_types', ['full_attention'], 'layer_types: 1 of full_attention, expected 2 of'),
+    ('mistral', 'layer_types', ['full_attention'] * 2, 'expected None'),
+    ('llama', 'partial_rotary_factor', .5, 'partial_rotary_factor 0.5, expected 1'),
+    ('olmo_hybrid', 'rope_parameters', dict(rope_theta=5e5), 'config.json: rope_theta 500000.0, expected None'),
+    ('olmo_hybrid', 'linear_allow_neg_eigval', False, 'linear_allow_neg_eigval False, expected True'),
+    ('bert', 'id2label', 'rain', 'not as the hub has it'),
+    ('llama', 'model_type', 'mamba', 'model_type mamba'),
+    ('gpt2', 'scale_attn_weights', False, 'attn_weights False'),
+    ('gpt2', 'n_layer', 0, '--n_layer=0: expected a whole number, at least 1'),
+    ('bert', 'architectures', ['BertForTokenClassification'], 'TokenC'),
+    ('vit', 'image_size', 9, 'position_embeddings has shape'),
+    ('llama', 'model.layers.1.mlp.up_proj.weight', None, 'mlp.up_proj.weight is missing in model.safetensors'),
+    ('gpt2', 'transformer.h.0.mlp.c_fc.weight', (12, 16), 'shape (12, 16), expected (16, 12)'),
+    ('bert', 'classifier.weight', (1, 16), 'one row'), ('llama', 'config.json', b'[]', 'not as the hub has it'),
+    ('llama', 'tokenizer.json', b'{}', 'no description of a tokenizer'),
+    ('llama', 'tokenizer_config.json', b'{"chat_template": ["x"]}', 'not as the hub has it (AttributeError'),
+    ('vit', 'preprocessor_config.json', b'{"image_mean": [0.485]}', 'image_mean is [0.485]'),
+    ('gpt2', 'model.safetensors', None, 'No such file')]
+
+@pytest.mark.parametrize('kind, what, value, why', DAMAGED, ids=[f'{row[0]} {row[3]}' for row in DAMAGED])
+def test_models_of_the_hub_that_are_damaged_or_others_are_refused(kind, what, value, why, tmp_path, capsys):
+    if what == 'tokenizer.json':
         pytest.importorskip('tokenizers')
-    path = tmp_path / 'old.safetensors'
-    tensors, meta = weights_py.read_tensors(a_model(f'--rule={rule}'))
-    data = change.get('data', meta['data'])
-    config = {name: x for name, x in (meta['config'] | change).items() if x is not ... and name != 'data'}
-    weights_py.write_tensors(path, tensors, meta | {'config': config, 'data': data})
-    if not why:
-        load(path)
-        return
-    err = refused(capsys, sample.main, f'--init={path}')
-    assert why in err and 'old.safetensors' in err
+    path = tmp_path / 'model.safetensors'
+    in_hub_layout(tmp_path, kind, **{} if '.' in what else {what: value})
+    if isinstance(value, bytes):
+        (tmp_path / what).write_bytes(value)
+    elif what == path.name:
+        path.unlink()
+    elif '.' in what:
+        tensors = load_file(path)
+        del tensors[what]
+        save_file(tensors if value is None else tensors | {what: torch.zeros(value)}, path)
+    assert why in refused(capsys, convert.main, f'--from={tmp_path}')
+
+@pytest.mark.parametrize('kind, entries, change, why', [
+    ('llama', {}, {'lm_head.weight': lambda x: torch.randn(30, 16)}, ''),
+    ('llama', {}, {'model.norm.weight': lambda x: x.to(torch.float8_e4m3fn)}, 'error: .*norm.weight is torch'),
+    ('gpt2', {}, {'score.weight': lambda x: torch.randn(2, 16)},
+     r'note: .*: 2 tensors not used, such as h.0.attn.bias'),
+    ('llama', {}, {f'model.layers.{i}.self_attn.q_proj.bias': lambda x: torch.randn(16) for i in (0, 1)},
+     r'note: .*: 2 tensors not used, such as model.layers.0.self_attn.q_proj.bias'),
+    ('llama', dict(architectures=['LlamaForSequenceClassification']), {}, 'error: .*ForSequenceClassification'),
+    ('bert', dict(architectures=['BertForSequenceClassification']), {'classifier.weight': None},
+     'error: .*classifier.weight is missing')])
+def test_what_lies_in_a_folder_is_used_refused_or_said(kind, entries, change, why, tmp_path, capsys):
+    in_hub_layout(tmp_path, kind, **entries)
+    path = tmp_path / 'model.safetensors'
+    tensors = load_file(path)
+    tensors.update({name: make and make(tensors.get(name)) for name, make in change.items()})
+    save_file({name: x for name, x in tensors.items() if x is not None}, path)
+    flags = f'--init={tmp_path}', '--prompt=7 8', '--tokens=1'
+    code, err = sample.main(list(flags)), capsys.readouterr().err
+    assert re.search(why, err) and code == 2 * why.startswith('error')
+    if not why:                             # an output layer of its own beats what config.json says
+        assert torch.equal(load(tmp_path)[0].head.weight, tensors['lm_head.weight'])
+        assert 'not used' not in err
+
+def test_which_file_is_the_model(tmp_path):
+    """The whole one; else what the index names."""
+    tokens = torch.randint(30, (1, 9))
+    one = in_hub_layout(tmp_path / 'a', 'gpt2', shards=2)[1]
+    with pytest.raises(ValueError, match='--n_layer=1: not what'):      # not the first layer alone
+        load(tmp_path / 'a', n_layer=1)
+    two = in_hub_layout(tmp_path / 'b', 'gpt2')[1]
+
+    def is_from(logits):
+        found = load(tmp_path / 'a')[0](tokens)[0]
+        near(found, logits(tokens), 1e-5)
+    a, whole = tmp_path / 'a', tmp_path / 'b' / 'model.safetensors'
+    shutil.copy(whole, a / 'zz.safetensors')
+    is_from(one)
+    shutil.copy(whole, a)
+    is_from(two)
+
+def test_an_encoder_of_the_hub_learns_the_classes_of_a_task(tmp_path, capsys):
+    """Shorter rows than its own; --lr=0 leaves all but the new head as it came."""
+    in_hub_layout(tmp_path / 'bert', 'bert', classes=0)
+    in_hub_layout(tmp_path / 'three', 'bert', classes=3)
+    x, y = np.tile(np.arange(10, 18), (12, 1)), np.full((12, 8), 300)
+    y[:, -1] = [0, 1, 2, 3, 0, 1] * 2
+    (tmp_path / 'task').mkdir()
+    data = made(tmp_path / 'task', x, y, [6, 12], vocab_size=300, ignore=300, pad=3, classes=4)
+    run = '--steps=2', '--batch_size=2', '--device=cpu', '--threads=1', f'--out={tmp_path / "out"}'
+    assert train.main([f'--init={tmp_path / "bert"}', f'--data={data}', '--lr=0', *run]) == 0
+    path = tmp_path / 'out' / 'ckpt.safetensors'
+    given, found = load(tmp_path / 'bert')[0], load(path)[0]
+    assert found.head.weight.shape == (4, 16) and found.config.block_size == 16
+    close({n: x for n, x in found.state_dict().items() if 'head' not in n}, dict(given.state_dict()), 0)
+    again = written(capsys, '--resume', '--steps=3', f'--out={tmp_path / "out"}', main=train.main)
+    assert f'next: python sample.py --init={path} --prompt="..."' in again[0]
+    in_hub_layout(tmp_path / 'four', 'bert', classes=4, id2label={'1': 'rain', '3': 'snow'})
+    assert train.main([f'--init={tmp_path / "four"}', f'--data={data}', '--lr=0', *run]) == 0
+    for model, named in ('four', True), ('out/ckpt.safetensors', False):    # not those of another task
+        said = written(capsys, f'--init={tmp_path}/{model}', '--prompt=7 8')[0]
+        assert all((name in said) == named for name in ('LABEL_0', 'rain', 'snow')) and 'class 2' in said
+    again = [f'--init={tmp_path}/out/ckpt.safetensors', f'--out={tmp_path}/again', '--steps=1', '--device=cpu']
+    assert train.main(again) == 0 and 'not called' not in capsys.readouterr().out
+    assert convert.main([f'--from={tmp_path}/four', f'--export={tmp_path / "e"}']) == 0
+    raw = json.loads((tmp_path / 'e' / 'config.json').read_text())
+    assert list(raw['id2label'].values()) == list(raw['label2id']) == ['LABEL_0', 'rain', 'LABEL_2', 'snow']
+    assert 'give --data' in refused(capsys, train.main, f'--init={tmp_path / "bert"}', *run)
+    for model, name, why in ('three', data, 'head.weight'), ('bert', 'recall', 'the tokens'):
+        assert why in refused(capsys, train.main, f'--init={tmp_path / model}', f'--data={name}', *run)
+    flags = f'--init={tmp_path / "bert"}', '--prompt=7 8', '--temperature=0'
+    assert 'of lines 0<TAB>text' in refused(capsys, sample.main, *flags)
+
+def folder_of_texts(folder, case):
+    """Files that say together what a folder's text is, in one of the ways that there are."""
+    raw = json.loads(tokenizer_json('gpt2'))
+    del raw['truncation']
+    words, about, named = raw['model']['vocab'], dict(tokenizer_class='TokenizersBackend'), {}
+    marks = {f'<|{word}|>': len(words) + i for i, word in enumerate(('end', 'turn'))}
+    listed = {str(i): dict(content=word, special=i % 2 == 0, lstrip=True) for word, i in marks.items()}
+    kind = 'llama'
+    if case in ('GPT2Tokenizer', 'Qwen2Tokenizer'):
+        put(folder, 'vocab.json', json.dumps(words))
+        put(folder, 'merges.txt', '#version: 0.2\n' + '\n'.join(map(' '.join, raw['model']['merges'])))
+        put(folder, 'added_tokens.json', json.dumps(marks))
+        about = dict(tokenizer_class=case, add_bos_token=True, bos_token='<s>', add_prefix_space=True)
+        named = dict(eos_token='<|end|>')
+    elif case == 'bert':
+        pieces = '[UNK] [CLS] [SEP] [PAD] [MASK] the The ##se quick Quick e\u0301'.split()
+        raw = json.loads(word_pieces(pieces, '[CLS] $A [SEP]', [('[CLS]', 1), ('[SEP]', 2)]))
+        raw['normalizer'] = dict(type='BertNormalizer', clean_text=True, handle_chinese_chars=True,
+                                 strip_accents=None, lowercase=True)
+        kind, about = 'bert', dict(tokenizer_class='BertTokenizer', do_lower_case=False)
+        about.update({f'{word[1:-1].lower()}_token': word for word in pieces[:5]})
+    elif case == 'no bos':
+        about.update(add_bos_token=False, bos_token='<s>', eos_token='</s>')
+    elif case == 'listed':              # the named one not as special; and a list of names
+        about.update(added_tokens_decoder=listed, eos_token='<|turn|>', extra_special_tokens=dict(image='<|end|>'))
+    elif case == 'flags':               # of tokenizer.json hold, where others only name a token
+        raw['added_tokens'] += [dict(id=i, content=word, special=True, lstrip=True, rstrip=True, single_word=False,
+                                     normalized=False) for word, i in marks.items()]
+        about.update(eos_token='<|end|>', extra_special_tokens=['<|turn|>'])
+    elif case == 'named':               # a word of the tokenizer, and one that it lacks
+        raw['added_tokens'] = raw['added_tokens'][:2]
+        named = dict(eos_token=dict(content='</s>', rstrip=True, lstrip=False, normalized=False, single_word=False),
+                     bos_token='quick', additional_special_tokens=['<|turn|>'])
+    if case not in texts.SPLITS:
+        put(folder, 'tokenizer.json', json.dumps(raw))
+    put(folder, 'config.json', json.dumps(dict(model_type=kind)))
+    put(folder, 'tokenizer_config.json', json.dumps(about))
+    if named:
+        put(folder, 'special_tokens_map.json', json.dumps(named))
+
+@pytest.mark.parametrize('case', [*texts.SPLITS, 'bert', 'no bos', 'listed', 'flags', 'named', 'plain'])
+def test_the_files_of_a_folder_say_together_what_its_text_is(case, tmp_path):
+    """As transformers reads them: special tokens, and what stands around a text."""
+    hf = pytest.importorskip('transformers')
+    folder_of_texts(tmp_path, case)
+    theirs = hf.AutoTokenizer.from_pretrained(tmp_path)
+    data = texts.tokenizer_of(tmp_path, 700)
+    texts.add_texts(tmp_path, data, None)
+    text = f'The quick fox <|end|>  <|turn|> {STRANGE} </s> e\u0301 99'
+    ids = vocabulary.encode(text, data, special=True)
+    assert ids == theirs(text, add_special_tokens=False)['input_ids']
+    before, behind = vocabulary.frame(data)
+    assert before + ids + behind == theirs(text)['input_ids']
+    assert data.bos == (before[0] if before else None)
+    assert set(theirs.all_special_ids) <= {*data.special.values()} and (data.ends == [theirs.eos_token_id] or case in
+                                                                    ('bert', 'plain'))
+    assert (data.json == data.files.get('tokenizer.json', data.json)) or case != 'plain'
+
+@pytest.mark.parametrize('kind', ['llama2', 'llama3', 'pieces'])
+def test_tokens_beyond_a_models_come_from_no_text(kind, tmp_path):
+    """Nor may a template put one around it; fewer tokens are no fault, either."""
+    text = word_pieces(['[UNK]', *'abcdefghij']) if kind == 'pieces' else tokenizer_json(kind)
+    tokenizer = pytest.importorskip('tokenizers').Tokenizer.from_str(text)
+    most = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens(['<pad>'])
+    tokenizer.save(str(tmp_path / 'tokenizer.json'))
+    whole = Data('json', most, json=text)
+    said = 'w9 w200 w280' if kind == 'pieces' else TEXT[:400] + '<pad>'
+    for vocab in most + 9, most:
+        found = texts.tokenizer_of(tmp_path, vocab)
+        ids = vocabulary.encode(said, found)
+        assert ids == vocabulary.encode(said, whole)
+        assert kind == 'pieces' or vocabulary.decode(ids, found) == said
+    with pytest.raises(ValueError, match='beyond the vocabulary') if kind != 'llama3' else contextlib.nullcontext():
+        vocabulary.encode(said, texts.tokenizer_of(tmp_path, most - 40))
+    put(tmp_path, 'tokenizer.json', word_pieces(['[UNK]'], '$A [SEP]', [('[SEP]', 291)]))
+    with pytest.raises(ValueError, match=r'tokenizer.json: it puts token 291 around a text, the model has 291'):
+        texts.tokenizer_of(tmp_path, 291)
+    data = Data('json', 300, json=word_pieces(['[UNK]'], '$A [SEP]', [('[SEP]', 9)]))
+    assert vocabulary.frame(data) == ([], [9])
+
+def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkeypatch, capsys):
+    """[CLS] and [SEP] of a WordPiece tokenizer.json, also where the text is cut off."""
+    words = '[UNK] [CLS] [SEP] [PAD] quick ##er fox'.split()
+    in_hub_layout(tmp_path, 'bert')
+    put(tmp_path, 'tokenizer.json', word_pieces(words, '[CLS] $A [SEP]', [('[CLS]', 1), ('[SEP]', 2)]))
+    data = load(tmp_path)[1]['data']
+    assert data.bos is None                                     # rows of a text are no whole texts
+    data.labels = ['sun', 'rain']
+    monkeypatch.setattr(answers, 'classes_of', Mock(return_value=[(1, .7081), (0, .2919)]))
+    for given, rows, out in (
+            ('quicker fox', [[1, 4, 5, 6, 2]], 'class 1 (rain): 70.8%\nclass 0 (sun): 29.2%\n'),
+            ('quick\n\n fox\n', [[1, 4, 2], [1, 6, 2]], 'rain\t0.708\tquick\nrain\t0.708\tfox\n')):
+        answers.classes_of.reset_mock()
+        answers.classify(sample.Args(prompt=given, lines=len(rows) > 1), None, {'data': data})
+        assert [call.args[1] for call in answers.classes_of.call_args_list] == rows
+        assert capsys.readouterr().out == out
+    assert sample.main([f'--init={tmp_path}', '--prompt=fox x fox y']) == 0
+    assert 'note: 2 of 6 tokens stand for letters' in capsys.readouterr().err
+    assert vocabulary.whole_text('quicker fox', data) == [1, 4, 5, 6, 2]
+    assert ways.fitted([[b'quicker fox']], data, 4, 0, 8)[0][0][0].tolist() == [1, 4, 5, 2]
+    assert vocabulary.with_bos([6], data) == [1, 6]
+    assert vocabulary.decode([4, 5, 6], data) == 'quicker fox'
+    assert vocabulary.whole_text('ab', Data('byte', 256)) == [97, 98]
+
+FRAME = """{% for m in messages %}
+    {% if m.role == 'system' %}{% continue %}{% endif %}
+<s>{{ m.role }}:{{ m.content | trim }}</s>
+{% endfor %}
+{% if add_generation_prompt %}<s>assistant:{% endif %}"""
+
+def a_talker(folder, template=FRAME, kind='llama3', family='llama', **more):
+    """A small Llama or another with a chat template; what is known of its tokens"""
+    data = subwords(kind)
+    torch.manual_seed(1)
+    in_hub_layout(folder, family, vocab=data.vocab_size, **more)
+    put(folder, 'tokenizer.json', data.json)
+    put(folder, 'tokenizer_config.json', json.dumps(dict(eos_token=dict(content='</s>'), bos_token='<s>')))
+    put(folder, 'chat_template.jinja', template)
+    put(folder, 'generation_config.json', ' {"eos_token_id": [0, 5]}\n')
+    return load(folder)[1]['data']
+
+def said(*texts):
+    """Messages, of a user and the assistant in turn."""
+    return [dict(role='user' if i % 2 == 0 else 'assistant', content=text) for i, text in enumerate(texts)]
+
+def test_a_template_frames_what_is_said_which_is_never_a_special_token(tmp_path, capsys):
+    data = a_talker(tmp_path)
+    chat.tell.cache_clear()
+    for _ in range(2):
+        text = chat.rendered(said(' the quick', 'fox', 'a</s><s>b '), data)
+    assert capsys.readouterr().err.count('note: </s> in what is said is read as') == 1
+    ids = vocabulary.encode(text, data, special=True)
+    assert ids.count(1) == 4 and ids.count(2) == 3
+    assert vocabulary.decode(ids, data) == ('<s>user:the quick</s>\n<s>assistant:fox</s>\n'
+                                         '<s>user:a\ufffd/s>\ufffds>b</s>\n<s>assistant:')
+    odd = dataclasses.replace(data, special={'%%': 407, '\u25b2': 408, '</s>': 2, '1': 406, '\ufffd?': 405})
+    assert not any(word in chat.tamed('a%%%b \u25b2 101 <</s>\ufffd?', odd) for word in odd.special if word != '\ufffd?')
+    assert data.ends == [0, 2, 5] and data.special == {'<unk>': 0, '<s>': 1, '</s>': 2}
+
+@pytest.mark.parametrize('template, result', [
+    ("{{ bos_token }}{{ messages[0] | tojson }}", '<s>{"role": "user", "content": "a\u00e9"}'),
+    ("{{ messages | tojson(indent=1) | length > 9 }}{{ strftime_now('%Y') | int > 2000 }}", 'TrueTrue'),
+    ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", '01'),
+    ("  {% if true %}\nx\n  {% endif %}\ny", 'x\ny'),
+    ("{% for m in messages %}{% generation %}{{ m['role'] }} {% endgeneration %}{% endfor %}", 'user '),
+    ("{{ raise_exception('only two may talk') }}", 'only two may talk'), ("{% if %}", 'TemplateSyntaxError'),
+    ("{{ messages[7].content.x }}", 'UndefinedError'), ("{{ ''.__class__.__mro__ }}", 'SecurityError'),
+    ("{{ messages.append(1) }}", 'SecurityError'), ("{% include '/etc/passwd' %}", 'no loader'),
+    ('', 'no chat template'), ('{% if false %}x{% endif %}', 'makes nothing of')])
+def test_a_template_does_what_it_may_or_is_refused_in_one_line(template, result, tmp_path, monkeypatch, capsys):
+    data = a_talker(tmp_path, template)
+    try:
+        found = chat.rendered(said('a\u00e9'), data)
+        assert found == result or not found
+    except ValueError:
+        found = ''
+    if not found:
+        assert result in refused(capsys, sample.main, f'--init={tmp_path}', '--chat', '--prompt=a\u00e9')
+
+def test_a_text_is_learned_as_its_model_reads_texts(tmp_path, capsys, monkeypatch):
+    """Special tokens are tokens, BOS begins each row and the first token after it is a target; letters that
+    became <unk> are counted."""
+    data = a_talker(tmp_path)
+    monkeypatch.setattr(prepare, 'FOLDER', str(tmp_path / 'data'))
+    mine = put(tmp_path, 'mine.txt', ''.join(f'<s>user:line {i}</s>\n' for i in range(99)))
+    train_side, val, meta = prepare.load_set(mine, like=data)
+    assert [*train_side, *val] == vocabulary.encode(Path(mine).read_text(), data, special=True)
+    assert meta.marks and meta.bos == data.bos == 1
+    model, T = load(tmp_path)[0], 16
+    rows_of_text = [val[i:i + T].tolist() for i in range(0, len(val), T)]
+    nats = [F.cross_entropy(model(torch.tensor([[1, *row[:-1]]]))[0][0], torch.tensor(row), reduction='none')
+            for row in rows_of_text]
+    data_rows = made_rows(train_side, val, meta, T, torch.device('cpu'))
+    assert train.evaluate(model, data_rows)[0] == pytest.approx(torch.cat(nats).mean().item(), abs=1e-5)
+    x, y = data_rows.batch(data_rows.starts(3), 0)
+    assert (x[:, 0] == 1).all() and torch.equal(x[:, 1:], y[:, :-1])
+    run = f'--init={tmp_path}', f'--data={mine}', '--steps=1', '--device=cpu', f'--out={tmp_path}/o'
+    assert train.main([*run, '--block_size=16', '--carry', '--batch_size=1']) == 0
+    assert load(tmp_path / 'o' / 'ckpt.safetensors')[1]['data'].bos is None     # rows that go on do not begin
+    pieces = Data('json', 293, json=word_pieces(['[UNK]', 'b', 'c']), marks=True)
+    prepare.load_set(put(tmp_path, 'lost.txt', 'b c x w1 y b\n' * 50), like=pieces)
+    assert '90 of 270 tokens stand for letters' in capsys.readouterr().err
+
+def test_chats_are_learned_in_the_models_template(tmp_path, capsys, monkeypatch):
+    """The answers and what ends them are the targets, as by hand; a user's special tokens become letters."""
+    hf = pytest.importorskip('transformers')
+    data = a_talker(tmp_path, max_position_embeddings=64)
+    monkeypatch.setattr(prepare, 'FOLDER', str(tmp_path / 'data'))
+    chats = [said(f'the {i}', 'quick', 'and</s>', 'jumps over') for i in range(20)]
+    lines = [json.dumps(dict(messages=messages)) for messages in chats]
+    mine = put(tmp_path, 'mine.jsonl', '\n'.join(lines))
+    train_side, val, meta = prepare.load_set(mine, like=data)
+    wide = meta.row
+    assert '18 of 18 conversations have answers' in capsys.readouterr().out and len(val) == 2 * 2 * meta.row
+    ids, targets = val.reshape(-1, 2, meta.row)[0]
+    frames = [f'<s>user:{chats[9][0]["content"]}</s>', '\n<s>assistant:', 'quick</s>', '\n<s>user:and\ufffd/s></s>',
+              '\n<s>assistant:', 'jumps over</s>', '\n']
+    frames = [vocabulary.encode(part, data, special=True) for part in frames]
+    whole = [*itertools.chain(*frames)]
+    assert ids[:len(whole)].tolist() == whole
+    wanted = [token if i in (2, 5) else meta.ignore for i, part in enumerate(frames) for token in part][1:]
+    assert targets[:len(wanted)].tolist() == wanted and set(targets[len(wanted):]) == {meta.ignore}
+    plain = said('the quick', 'fox')
+    put(tmp_path, 'tokenizer_config.json', '{"bos_token": "<s>", "eos_token": "</s>"}')
+    tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path)
+    assert chat.answered(plain, data, -1)[0] == tokenizer.apply_chat_template(plain, return_dict=True)['input_ids']
+    out = tmp_path / 'o'
+    assert train.main([f'--init={tmp_path}', f'--data={mine}', '--steps=1', '--device=cpu', f'--out={out}']) == 0
+    model, meta = load(out / 'ckpt.safetensors')                # and it reads any text, as before
+    assert meta['data'].kind == 'text' and meta['data'].template == data.template
+    converted(tmp_path, tmp_path / 'c', f'--data={mine}', '--recipe=t2r', '--controls=false')
+    short, _, cut = prepare.load_set(mine, like=dataclasses.replace(data, most=24))     # as --block_size=24
+    assert cut.row == 24 and (short.reshape(-1, 2, 24)[:, 0] == train_side.reshape(-1, 2, wide)[:, 0, :24]).all()
+    for name, text, flags, why in (
+            ('mine.jsonl', lines[0], [], 'that has such a template: --init=FOLDER'),
+            ('z.jsonl', '\n'.join(lines[:9]), [f'--init={tmp_path}'], 'give at least 10 conversations'),
+            ('r.jsonl', '\n'.join(lines).replace('assistant', 'bot'), [f'--init={tmp_path}'], 'too few answers to learn'),
+            ('x.jsonl', lines[0] + '\n{"text": "no"}', [f'--init={tmp_path}'], 'line 2: .* is not a conversation'),
+            ('y.jsonl', '{"messages": [{"role": "user", "content": ["a"]}]}', [f'--init={tmp_path}'], 'line 1: ')):
+        assert re.search(why, refused(capsys, train.main, f'--data={put(tmp_path, name, text)}', *flags))
+
+def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
+    """Through training to an export, byte for byte. A model with other layers than softmax cannot be one."""
+    mine = put(tmp_path, 'mine.txt', TEXT[:4000])
+    converts = f'--from={tmp_path}/a', f'--data={mine}', f'--out={tmp_path}/f'
+    samples = f'--init={tmp_path}/a', '--prompt=the quick', '--tokens=1'
+    in_hub_layout(tmp_path / 'a', 'llama')                      # without a tokenizer tokens are only numbers
+    for main, argv in (convert.main, converts), (sample.main, samples):
+        assert re.search('only numbers|not ids', refused(capsys, main, *argv))
+    a_talker(tmp_path / 'a', groups=2, bos_token_id=1, pad_token_id=7)
+    put(tmp_path / 'a', 'added_tokens.json', '{}')
+    for name in 'vocab.json', 'merges.txt':                     # beside tokenizer.json, as many have them
+        put(tmp_path / 'a', name, '{}')
+    data = load(tmp_path / 'a')[1]['data']
+    said = written(capsys, *samples)[1]
+    assert f'{1 + len(vocabulary.encode("the quick", data))} tokens read' in said         # BOS, too
+    run = f'--data={mine}', '--steps=1', '--batch_size=2', '--device=cpu', '--threads=1'
+    assert train.main([f'--init={tmp_path}/a', f'--out={tmp_path}/b', '--lr=0', *run]) == 0
+    assert convert.main([f'--from={tmp_path}/b/ckpt.safetensors', f'--export={tmp_path}/c']) == 0
+    for file in (tmp_path / 'a').iterdir():
+        if file.suffix in ('.jinja', '.json') and file.name not in ('config.json', 'vocab.json'):
+            assert (tmp_path / 'c' / file.name).read_bytes() == file.read_bytes()
+    before, after = (json.loads((tmp_path / name / 'config.json').read_text()) for name in 'ac')
+    assert before == {**before, **{key: after[key] for key in before if key not in folders.OF_WEIGHTS}}
+    assert after['bos_token_id'] == 1 and after['pad_token_id'] == 7
+    (model, meta), (again, _) = load(tmp_path / 'a'), load(tmp_path / 'c')
+    close(dict(again.state_dict()), dict(model.state_dict()), 0)
+    found = load(tmp_path / 'b' / 'ckpt.safetensors')[1]['data']
+    assert all(getattr(found, name) == getattr(data, name) for name in TRAVELS) and found.has_tokens_of(meta['data'])
+    assert train.main([f'--init={tmp_path}/a', f'--out={tmp_path}/d', '--layers=tova,softmax', *run]) == 0
+    swapped = tmp_path / 'd' / 'ckpt.safetensors'
+    err = refused(capsys, convert.main, f'--from={swapped}', f'--export={tmp_path}/e')
+    assert 'sample.py and model.load read others' in err and not (tmp_path / 'e').exists()
+    converted(tmp_path / 'a', tmp_path / 'f', f'--data={mine}', '--recipe=t2r', '--controls=false')
+    assert f'python sample.py --init={tmp_path}/f/ckpt.safetensors --chat\n' in capsys.readouterr().out
+    assert load(tmp_path / 'f' / 'ckpt.safetensors')[1]['data'].has_tokens_of(data)
 
 
-# ---- 10. Training ------------------------------------------------------------------------------------------
+# ---- Real pretrained models: REAL names the folder in which smollm2 and minilm lie -------------------------
 
-def same(a, b):
-    a, b = weights_py.read_tensors(a)[0], weights_py.read_tensors(b)[0]
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+REAL = os.environ.get('REAL', '')
+real = pytest.mark.skipif(not REAL, reason='REAL=FOLDER, with smollm2 and minilm in the layout of the hub')
+SAID = ('What is the capital of France?', '\n\nHello\n', '  two  blanks ', 'caf\u00e9 \u4f60\u597d \U0001f600',
+        '1234567', 'def f(x):\n\treturn x', "it's 'll", 'Write a haiku.', 'a\u00a0b', 'A list of three colours:')
 
-@pytest.mark.parametrize('flags, steps', [
-    ('--rule=gated', [3]), ('--rule=tova --carry --dtype=bfloat16', [3]),
-    *(pytest.param(f'--rule={rule}', [1, 2, 3, 4], marks=slow, id=f'soak-{rule}') for rule in VARIED)])
-def test_resume_is_bitwise_identical(flags, steps, text, tmp_path, monkeypatch):
-    """Of 5 steps every checkpoint is kept; going on from it ends in the same bits. gated redraws features."""
-    end, plain = tmp_path / 'out' / 'ckpt.safetensors', log_py.save
+@real
+def test_real_answers_are_those_of_transformers():
+    """The ids of ten prompts in the model's template, and greedy answers, token by token."""
+    hf = pytest.importorskip('transformers')
+    theirs = hf.AutoModelForCausalLM.from_pretrained(f'{REAL}/smollm2', dtype=torch.float32)
+    tokenizer = hf.AutoTokenizer.from_pretrained(f'{REAL}/smollm2')
+    model, meta = load(f'{REAL}/smollm2')
+    for text in SAID:
+        wanted = tokenizer.apply_chat_template(said(text), add_generation_prompt=True, return_dict=True)['input_ids']
+        assert vocabulary.encode(chat.rendered(said(text), meta['data']), meta['data'], special=True) == wanted
+        row = torch.tensor([wanted])
+        theirs_says = theirs.generate(row, do_sample=False, max_new_tokens=16)[0, len(wanted):].tolist()
+        says = [token.item() for token, _ in itertools.islice(model.generate(row, temperature=0), len(theirs_says))]
+        assert says == theirs_says
 
-    def save_and_keep(path, model, meta, *more):
-        plain(path, model, meta, *more)
-        kept = tmp_path / str(meta['step'])
-        kept.mkdir(exist_ok=True)
-        shutil.copy(path, kept)
-    monkeypatch.setattr(log_py, 'save', save_and_keep)
-    trained(text, tmp_path / 'out', *flags.split(), '--accum=2', '--dropout=0.2', steps=5, eval_every=1)
-    monkeypatch.setattr(log_py, 'save', plain)
-    assert not same(end, tmp_path / '4' / end.name)
-    for k in steps:
-        again = tmp_path / str(k)
-        assert train.main(['--resume', f'--out={again}']) == 0
-        assert same(end, again / end.name), f'{flags}: resumed at step {k}'
-        assert weights_py.read_tensors(end)[1]['best'] == weights_py.read_tensors(again / end.name)[1]['best']
-        assert min(row['step'] for row in log(again) if 'step' in row) == k + 1    # went on, not anew
+@real
+def test_real_models_go_back_to_transformers(tmp_path):
+    """As they are, and a classifier of MiniLM: logits and greedy text."""
+    hf = pytest.importorskip('transformers')
+    assert convert.main([f'--from={REAL}/smollm2', f'--export={tmp_path}/s']) == 0
+    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / 's', dtype=torch.float32)
+    model, row = load(f'{REAL}/smollm2')[0], torch.randint(49152, (1, 256))
+    with torch.no_grad():
+        near(model(row)[0], theirs(row).logits, 1e-3)
+    for name in 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'generation_config.json':
+        assert (tmp_path / 's' / name).read_bytes() == Path(REAL, 'smollm2', name).read_bytes()
+    lines = put(tmp_path, 'x.tsv', ''.join(f'{i % 2}\tsentence {i} of {i * i}\n' for i in range(60)))
+    run = f'--data={lines}', '--steps=1', '--batch_size=2', f'--out={tmp_path}/b', '--device=cpu', '--threads=2'
+    assert train.main([f'--init={REAL}/minilm', *run]) == 0
+    assert convert.main([f'--from={tmp_path}/b/ckpt.safetensors', f'--export={tmp_path}/m']) == 0
+    theirs = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / 'm', dtype=torch.float32)
+    row = torch.randint(1000, 30000, (2, 20))
+    with torch.no_grad():
+        near(load(tmp_path / 'b' / 'ckpt.safetensors')[0](row)[0], theirs.eval()(row).logits, 1e-3)
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM], ids=str)
-def test_a_run_that_is_asked_to_stop_saves_its_step_and_tells_each_once(number, text, tmp_path, monkeypatch, capsys):
-    """It goes on bit for bit. What the log has beyond the checkpoint, as after kill -9, goes."""
-    flags = '--rule=tova', '--carry', '--log_every=1'
-    trained(text, tmp_path / 'whole', *flags, steps=5)
-    batch = Rows.batch
 
-    def ask(self, begin, i):
-        os.kill(os.getpid(), number)
-        return batch(self, begin, i)
-    with monkeypatch.context() as m:
-        m.setattr(Rows, 'batch', ask)
-        for name, steps in ('last', 1), ('cut', 5):             # in the last step, too: a conversion has more stages
-            with pytest.raises(AssertionError):
-                trained(text, tmp_path / name, *flags, steps=steps)
-    assert 'stopped after step 1, which is saved: --resume with this --out goes on' in capsys.readouterr().err
-    with open(tmp_path / 'cut' / 'log.jsonl', 'a') as f:
-        f.write('{"step": 2, "loss": 7.0}\n{"step": 1, "lo')
-    assert train.main(['--resume', f'--out={tmp_path / "cut"}']) == 0
-    assert weights_py.read_tensors(tmp_path / 'last' / 'ckpt.safetensors')[1]['step'] == 1
-    assert same(*(tmp_path / name / 'ckpt.safetensors' for name in ('cut', 'whole')))
-    told = [[(row['step'], row['loss']) for row in log(tmp_path / name) if 'loss' in row] for name in ('cut', 'whole')]
-    assert told[0] == told[1] and len(told[0]) == 5
-
-def test_weights_decay_in_matrices_alone():
-    model = GPT(Config(rule='gated', n_layer=1, n_head=2, n_embd=16, block_size=16))
-    for group in train.adamw(model, 1e-2, .1).param_groups:
-        assert all((p.dim() == 2) == (group['weight_decay'] == .1) for p in group['params'])
-
-def test_a_compiled_model_leaves_the_recurrence_alone(text, tmp_path, monkeypatch):
-    plain, seen = torch.compile, []
-
-    def recurrence(*given, **how):
-        seen.append(torch.compiler.is_compiling())
-        return fastweight.chunked(*given, **how)
-    monkeypatch.setattr(starts, 'pick_forms', lambda impl: memory.PLAIN._replace(recurrence=recurrence))
-    monkeypatch.setattr(torch, 'compile', lambda model: plain(model, backend='eager'))
-    for flags in [], ['--compile']:
-        trained(text, tmp_path / str(flags), '--n_layer=1', '--conv=0', *flags, steps=1)
-    assert len(seen) > 4 and not any(seen)
-    losses = [[row['loss'] for row in log(tmp_path / str(flags)) if 'loss' in row] for flags in ([], ['--compile'])]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-def test_what_load_returns_is_saved_whole_and_resumed_but_as_no_other_model(a_model, tmp_path, capsys):
-    path, resume = tmp_path / 'ckpt.safetensors', ['--resume', f'--out={tmp_path}']
-    save(path, *load(a_model()))
-    assert same(path, a_model())
-    assert '--n_layer=3' in refused(capsys, train.main, *resume, '--n_layer=3')
-    assert 'is not more' in refused(capsys, train.main, *resume)
-    assert train.main([*resume, '--steps=6', '--lr=1e-3']) == 0
-    tensors, meta = weights_py.read_tensors(path)
-    assert meta['step'] == 6 and meta['args']['lr'] == 1e-3
-    del meta['args']
-    weights_py.write_tensors(path, tensors, meta)
-    assert 'holds no training run' in refused(capsys, train.main, *resume)
+# ---- 12. runs/ and train.py --------------------------------------------------------------------------------
 
 def test_training_learns_and_logs(text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train, 'SAMPLE', 40)
@@ -2852,10 +3182,33 @@ def test_training_learns_and_logs(text, tmp_path, capsys, monkeypatch):
     assert 40 <= len(sampled.encode()) and len(sampled) <= 40   # what is no character takes more bytes
     assert load(tmp_path / 'best.safetensors')[1]['data'].tokenizer == 'byte'
 
-@torch.no_grad()
-def costs(model, tokens):
-    """Nats of each next token (B, T - 1), of whole rows at once."""
-    return F.cross_entropy(model.eval()(tokens[:, :-1])[0].mT, tokens[:, 1:], reduction='none')
+def test_weights_decay_in_matrices_alone():
+    model = GPT(Config(rule='gated', n_layer=1, n_head=2, n_embd=16, block_size=16))
+    for group in train.adamw(model, 1e-2, .1).param_groups:
+        assert all((p.dim() == 2) == (group['weight_decay'] == .1) for p in group['params'])
+
+def test_a_compiled_model_leaves_the_recurrence_alone(text, tmp_path, monkeypatch):
+    plain, seen = torch.compile, []
+
+    def recurrence(*given, **how):
+        seen.append(torch.compiler.is_compiling())
+        return fastweight.chunked(*given, **how)
+    monkeypatch.setattr(starts, 'pick_forms', lambda impl: memory.PLAIN._replace(recurrence=recurrence))
+    monkeypatch.setattr(torch, 'compile', lambda model: plain(model, backend='eager'))
+    for flags in [], ['--compile']:
+        trained(text, tmp_path / str(flags), '--n_layer=1', '--conv=0', *flags, steps=1)
+    assert len(seen) > 4 and not any(seen)
+    losses = [[row['loss'] for row in log(tmp_path / str(flags)) if 'loss' in row] for flags in ([], ['--compile'])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+def test_carry_hands_the_state_on(text, tmp_path):
+    """Four steps in which nothing is learned have the losses of one row of four times the length."""
+    trained(text, tmp_path, '--carry', '--lr=0', '--log_every=1')
+    stream = torch.from_numpy(prepare.load_set(text)[0].astype(np.int64))
+    starts = torch.arange(4) * (len(stream) // 4)
+    nats = costs(load(tmp_path / 'ckpt.safetensors')[0], stream[starts[:, None] + torch.arange(4 * 16 + 1)])
+    losses = [row['loss'] for row in log(tmp_path) if 'loss' in row]
+    assert losses == pytest.approx(nats.unflatten(1, (4, 16)).mean((0, 2)).tolist(), rel=1e-6)
 
 def test_an_evaluation_has_few_tokens_and_logits_in_memory(monkeypatch):
     """Fewer than a gigabyte, whatever the rows and the vocabulary; a row is never split."""
@@ -2908,11 +3261,79 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
         assert result['bits per byte'] == pytest.approx(result['val_loss'] * n / size / math.log(2))
         assert f'tion: {result["bits per byte"]:.4f} bits' in capsys.readouterr().out
 
-def test_a_package_that_is_missing_is_named_before_any_work(text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'tokenizers', None)        # as if it were not installed
-    for main, argv in (train.main, [f'--data={text}', f'--out={tmp_path}/no']), (prepare.main, [text]):
-        assert 'pip install tokenizers' in refused(capsys, main, *argv, '--tokenizer=bpe:302')
-    assert not os.listdir(tmp_path)
+@pytest.mark.parametrize('flags, steps', [
+    ('--rule=gated', [3]), ('--rule=tova --carry --dtype=bfloat16', [3]),
+    *(pytest.param(f'--rule={rule}', [1, 2, 3, 4], marks=slow, id=f'soak-{rule}') for rule in VARIED)])
+def test_resume_is_bitwise_identical(flags, steps, text, tmp_path, monkeypatch):
+    """Of 5 steps every checkpoint is kept; going on from it ends in the same bits. gated redraws features."""
+    end, plain = tmp_path / 'out' / 'ckpt.safetensors', log_py.save
+
+    def save_and_keep(path, model, meta, *more):
+        plain(path, model, meta, *more)
+        kept = tmp_path / str(meta['step'])
+        kept.mkdir(exist_ok=True)
+        shutil.copy(path, kept)
+    monkeypatch.setattr(log_py, 'save', save_and_keep)
+    trained(text, tmp_path / 'out', *flags.split(), '--accum=2', '--dropout=0.2', steps=5, eval_every=1)
+    monkeypatch.setattr(log_py, 'save', plain)
+    assert not same(end, tmp_path / '4' / end.name)
+    for k in steps:
+        again = tmp_path / str(k)
+        assert train.main(['--resume', f'--out={again}']) == 0
+        assert same(end, again / end.name), f'{flags}: resumed at step {k}'
+        assert weights_py.read_tensors(end)[1]['best'] == weights_py.read_tensors(again / end.name)[1]['best']
+        assert min(row['step'] for row in log(again) if 'step' in row) == k + 1    # went on, not anew
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_a_run_that_is_asked_to_stop_saves_its_step_and_tells_each_once(number, text, tmp_path, monkeypatch, capsys):
+    """It goes on bit for bit. What the log has beyond the checkpoint, as after kill -9, goes."""
+    flags = '--rule=tova', '--carry', '--log_every=1'
+    trained(text, tmp_path / 'whole', *flags, steps=5)
+    batch = Rows.batch
+
+    def ask(self, begin, i):
+        os.kill(os.getpid(), number)
+        return batch(self, begin, i)
+    with monkeypatch.context() as m:
+        m.setattr(Rows, 'batch', ask)
+        for name, steps in ('last', 1), ('cut', 5):             # in the last step, too: a conversion has more stages
+            with pytest.raises(AssertionError):
+                trained(text, tmp_path / name, *flags, steps=steps)
+    assert 'stopped after step 1, which is saved: --resume with this --out goes on' in capsys.readouterr().err
+    with open(tmp_path / 'cut' / 'log.jsonl', 'a') as f:
+        f.write('{"step": 2, "loss": 7.0}\n{"step": 1, "lo')
+    assert train.main(['--resume', f'--out={tmp_path / "cut"}']) == 0
+    assert weights_py.read_tensors(tmp_path / 'last' / 'ckpt.safetensors')[1]['step'] == 1
+    assert same(*(tmp_path / name / 'ckpt.safetensors' for name in ('cut', 'whole')))
+    told = [[(row['step'], row['loss']) for row in log(tmp_path / name) if 'loss' in row] for name in ('cut', 'whole')]
+    assert told[0] == told[1] and len(told[0]) == 5
+
+def test_what_load_returns_is_saved_whole_and_resumed_but_as_no_other_model(a_model, tmp_path, capsys):
+    path, resume = tmp_path / 'ckpt.safetensors', ['--resume', f'--out={tmp_path}']
+    save(path, *load(a_model()))
+    assert same(path, a_model())
+    assert '--n_layer=3' in refused(capsys, train.main, *resume, '--n_layer=3')
+    assert 'is not more' in refused(capsys, train.main, *resume)
+    assert train.main([*resume, '--steps=6', '--lr=1e-3']) == 0
+    tensors, meta = weights_py.read_tensors(path)
+    assert meta['step'] == 6 and meta['args']['lr'] == 1e-3
+    del meta['args']
+    weights_py.write_tensors(path, tensors, meta)
+    assert 'holds no training run' in refused(capsys, train.main, *resume)
+
+def test_a_run_goes_on_with_the_text_it_began_with(a_model, characters, tmp_path, capsys):
+    """By sha256, not by name."""
+    data = shutil.copytree(characters, tmp_path / 'set')
+    shutil.copy(a_model('--rule=delta', data=str(data)), tmp_path)
+    resume = '--resume', f'--out={tmp_path}', '--steps=5'
+    for side in 'train', 'val':
+        meta = json.loads((data / 'meta.json').read_text())
+        meta[side]['sha256'] = hashlib.sha256((data / f'{side}.bin').read_bytes()[::-1]).hexdigest()
+        (data / f'{side}.bin').write_bytes((data / f'{side}.bin').read_bytes()[::-1])
+        (data / 'meta.json').write_text(json.dumps(meta))
+        assert f'{side}.bin is not what' in refused(capsys, train.main, *resume)
+        shutil.copytree(characters, data, dirs_exist_ok=True)
+    assert train.main(list(resume)) == 0
 
 def test_a_run_says_what_it_replaces_and_that_an_earlier_step_was_better(text, tmp_path, capsys, monkeypatch):
     loss = itertools.count(1)
@@ -2922,62 +3343,36 @@ def test_a_run_says_what_it_replaces_and_that_an_earlier_step_was_better(text, t
         out = capsys.readouterr().out
         assert said in out and 'best.safetensors, an earlier step' in out
 
-def test_carry_hands_the_state_on(text, tmp_path):
-    """Four steps in which nothing is learned have the losses of one row of four times the length."""
-    trained(text, tmp_path, '--carry', '--lr=0', '--log_every=1')
-    stream = torch.from_numpy(prepare.load_set(text)[0].astype(np.int64))
-    starts = torch.arange(4) * (len(stream) // 4)
-    nats = costs(load(tmp_path / 'ckpt.safetensors')[0], stream[starts[:, None] + torch.arange(4 * 16 + 1)])
-    losses = [row['loss'] for row in log(tmp_path) if 'loss' in row]
-    assert losses == pytest.approx(nats.unflatten(1, (4, 16)).mean((0, 2)).tolist(), rel=1e-6)
+def test_a_folder_is_of_one_run(a_model, text, tmp_path, capsys):
+    """Two conversions would mix their stages; one of no steps writes its files, too. The next run removes what
+    one that was killed in a save left, and no other file."""
+    of_none = f'--from={a_model("--rule=softmax")}', '--controls=false', '--steps=0', '--distil_steps=0'
+    runs = (train.main, [f'--data={text}', '--steps=1', *TINY[:-1], f'--out={tmp_path}']), (
+        convert.main, [*of_none, '--eval_rows=4', f'--out={tmp_path}'])
+    parts = [tmp_path / f'{name}.safetensors.7.part' for name in ('ckpt', 'best', 'stage-1', 'state')]
+    with log_py.log_of(train.Args(out=tmp_path)):
+        for part in parts:
+            part.mkdir()
+        for main, flags in runs:
+            assert 'another run' in refused(capsys, main, *flags)
+            assert {*tmp_path.iterdir()} == {tmp_path / 'log.jsonl', *parts}
+    for main, flags in runs:
+        assert main(flags) == 0
+        assert [*tmp_path.glob('*.part')] == parts[-1:]
 
-def test_rows_and_draws_are_functions_of_seed_and_step():
-    """And of the index of a row, or of a process's rank."""
-    def starts(seed, step):
-        return made_rows(np.zeros(1000), None, Data(), 16, torch.device('cpu'), 8, seed).starts(step)
-    a = starts(3, 7)
-    assert len(set(a)) > 4 and a.max() < 1000 - 16 and (a == starts(3, 7)).all()
-    assert (a != starts(3, 8)).any() and (a != starts(4, 7)).any()
-    opt = train.adamw(torch.nn.Linear(1, 1), 1e-3, 0.0)
-
-    def drawn(step, seed, rank):
-        train.begin_step(opt, step, 1e-3, seed, rank)
-        return torch.rand(1).item()
-    cases = [(step, *more) for step in range(4) for more in [(0, 0), (1, 0), (0, 1)]]
-    numbers = [drawn(*case) for case in cases]
-    assert len(set(numbers)) == 12 and numbers[::-1] == [drawn(*case) for case in cases[::-1]]
-
-def test_rows_end_with_the_last_target_of_all():
-    """Of a task, unless its inputs are patches; a text's last row has targets up to the text's end."""
-    def rows(begin, **meta):
-        x, y = made_rows(None, None, Data(**meta), 6, torch.device('cpu')).rows(data.reshape(-1), begin)
-        return x.tolist(), y.tolist()
-    data = np.arange(24, dtype=np.uint8).reshape(2, 2, 6)
-    data[:, 1] = 99
-    data[0, 1, 1], data[1, 1, 3] = 5, 7
-    task = [[0, 1, 2, 3], [12, 13, 14, 15]], [[-1, 5, -1, -1], [-1, -1, -1, 7]]
-    assert rows([0, 12], row=6, ignore=99) == task
-    assert [len(side[0]) for side in rows([0, 12], row=6, ignore=99, patch=2)] == [6, 6]
-    assert rows([20])[1] == [[7, 99, 99, -1, -1, -1]]
-
-@pytest.mark.parametrize('more', [dict(source=12), {}], ids=['apart', 'one text'])
-def test_pairs_of_like_length_come_together(more):
-    """A batch's longer sides lie between those of two others, and the batches are in no order."""
-    T, pad, meta = 24, 99, Data('ids', 100, row=24, pad=99, **more)
-    pairs = np.random.default_rng(0).integers(pad, size=(500, 2, T))
-    for row in pairs:
-        for side in np.split(row[0], 2):
-            side[1 + side[0] % 12:] = pad
-    data = pairs.reshape(-1)
-    rows = made_rows(data, None, meta, T, torch.device('cpu'), 8)
-    begin = [rows.starts(step) for step in range(2 * data_rows_py.POOL)]
-    sides = (pairs[:, 0] != pad).reshape(500, 1 + len(more), -1).sum(2).max(1)
-    first = [sides[b // (2 * T)] for b in begin[:data_rows_py.POOL]]
-    assert all((b % (2 * T) == 0).all() for b in begin) and len(set(np.concatenate(begin))) > 300
-    for least, most in itertools.pairwise(sorted((side.min(), side.max()) for side in first)):
-        assert least[1] <= most[0]
-    means = [side.mean() for side in first]
-    assert means != sorted(means) and means != [sides[b // (2 * T)].mean() for b in begin[data_rows_py.POOL:]]
+def test_files_are_readable_by_whom_the_umask_says(text, tmp_path, monkeypatch):
+    """Replacing keeps the old file's mode. ~ is the home folder."""
+    monkeypatch.setenv('HOME', str(tmp_path))
+    before = os.umask(0o027)
+    try:
+        path = trained(text, '~/out')
+        path = tmp_path / path.removeprefix('~/')
+        assert {file.stat().st_mode & 0o777 for file in (tmp_path / 'out').iterdir()} == {0o640}
+        path.chmod(0o604)
+        assert train.main(['--resume', '--steps=5', f'--out={tmp_path}/out']) == 0
+        assert path.stat().st_mode & 0o777 == 0o604
+    finally:
+        os.umask(before)
 
 def test_a_step_that_is_not_finite_ends_the_run(a_model, tmp_path, capsys, monkeypatch):
     path = Path(shutil.copy(a_model(), tmp_path))
@@ -3025,7 +3420,7 @@ def test_two_processes_train_like_one(tmp_path, capfd, monkeypatch):
     close(b, a, 1e-5)
 
 
-# ---- 11. Sampling ------------------------------------------------------------------------------------------
+# ---- 13. sample.py: texts, states, conversations -----------------------------------------------------------
 
 def test_sampling_repeats_streams_and_reports(a_model, capsys, monkeypatch):
     flags = f'--init={a_model("--rule=gated_delta")}', '--tokens=36', '--prompt=the '
@@ -3056,6 +3451,86 @@ def test_text_is_printed_as_it_comes_and_nothing_is_lost(kind, capsys):
         shown = capsys.readouterr().out
         assert said + shown == text or said.endswith('\ufffd')
 
+def test_an_output_without_utf8_gets_what_it_can_show(a_model, monkeypatch):
+    """A new model's bytes are seldom characters."""
+    ascii_only = io.TextIOWrapper(io.BytesIO(), 'ascii')
+    monkeypatch.setattr(sys, 'stdout', ascii_only)
+    assert sample.main([f'--init={a_model("--rule=delta")}', '--prompt=the', '--tokens=30']) == 0
+    assert b'?' in ascii_only.buffer.getvalue()
+
+def test_of_many_texts_the_prompt_is_read_once(a_model, capsys):
+    """Greedy, each is what it is alone."""
+    for rule in 'delta', 'tova', 'softmax':
+        flags = f'--init={a_model(f"--rule={rule}")}', '--temperature=0', '--tokens=9', '--prompt=line 1'
+        alone = written(capsys, *flags)[0]
+        out, err = written(capsys, *flags, '--samples=3')
+        assert out == ''.join(f'--- {i} ---\n{alone}' for i in (1, 2, 3))
+        assert '6 tokens read' in err
+
+def test_each_of_several_texts_ends_by_itself(tmp_path, capsys):
+    """And what ends it is not printed; without --special a special token's letters are read, and said so."""
+    data = a_talker(tmp_path)
+    one, end = vocabulary.encode(' the', data)[0], data.ends[0]
+    steps = torch.tensor([[one, one], [end, one], [one, one], [one, end], [one, one]])
+    model = Mock(generate=lambda *_: ((step[:, None], None) for step in steps))
+    args = sample.Args(tokens=9, samples=2)
+    _, _, texts, steps, _ = sample.write_texts(args, model, data, torch.zeros(2, 1), None)
+    assert texts == [[one], [one] * 3] and steps == 4
+    flags = f'--init={tmp_path}', '--tokens=0', '--prompt=a </s>'
+    assert 'note: </s> in --prompt is read as letters' in written(capsys, *flags)[1]
+    assert '</s>' not in written(capsys, *flags, '--special')[1]
+    assert vocabulary.with_bos(vocabulary.encode('<s>a', data, special=True), data) == [1, *vocabulary.encode('a', data)]
+    flags, state = flags[:2], f'{tmp_path}/x.st'            # nor is it where a text goes on
+    written(capsys, *flags, '--prompt=the quick', f'--save_state={state}')
+    said = written(capsys, *flags, '--prompt=</s><s>', '--special', f'--load_state={state}')[1]
+    assert '\n2 tokens read' in said
+
+def test_softmax_becomes_an_rnn_without_training(a_model, characters, tmp_path, capsys):
+    """With room for all rows the same text; with less, a state of fixed size; and fine-tuning from there."""
+    ckpt, state = a_model('--layers=softmax,delta', data=characters), tmp_path / 'state'
+    flags = f'--init={ckpt}', '--temperature=0', '--prompt=line 1'
+    whole = written(capsys, *flags, '--tokens=20')[0]
+    assert whole == written(capsys, *flags, '--tokens=20', '--rule=tova', '--cache=60')[0]
+    for tokens in 12, 20:
+        few = f'--tokens={tokens}', f'--save_state={state}', '--rule=tova', '--cache=9'
+        said = written(capsys, *flags, *few)[1]
+        assert 'whatever the length' in said and 'untrained' not in said
+        assert weights_py.read_tensors(state)[0]['state.0.mixer.k'].shape == (1, 2, 9, 8)
+    assert '--overflow=sum:favor: untrained' in written(capsys, *flags, '--rule=window', '--overflow=sum:favor')[1]
+    assert 'made with' in refused(capsys, sample.main, *flags, f'--load_state={state}')
+    how = f'--init={ckpt}', '--rule=window', '--cache=9', '--overflow=sum'
+    tuned = trained(characters, tmp_path / 'tuned', *how, steps=1)
+    tensors, meta = weights_py.read_tensors(tuned)
+    assert meta['config']['layers'] == 'window,delta'
+    assert any('0.mixer.memory.overflow.phi.R' in name for name in tensors)
+    assert len(written(capsys, f'--init={tuned}', '--tokens=9')[0]) > 9
+
+def test_what_matters_is_said(a_model, capsys):
+    """A rope beyond its rows."""
+    ckpt = a_model('--rule=softmax', '--pos=rope')
+    assert 'past 16 tokens, rope meets' in written(capsys, f'--init={ckpt}', '--tokens=20')[1]
+    bounded = '--rule=tova', '--cache=8', '--positions=compress'
+    assert 'rope meets' not in written(capsys, f'--init={ckpt}', '--tokens=20', *bounded)[1]
+    assert 'rope meets' in written(capsys, f'--init={ckpt}', '--tokens=20', *bounded[:2])[1]
+    assert 'rope' not in written(capsys, f'--init={ckpt}', '--tokens=15')[1]
+
+@pytest.mark.parametrize('slower', [1, 2])
+def test_sampling_takes_the_fastest_number_of_threads(slower, a_model, monkeypatch, capsys):
+    """Beside busy programs two threads take up to 15 times as long as one. --threads is kept as it is. On a GPU
+    nothing is tried."""
+    model = f'--init={a_model("--rule=delta")}'
+    monkeypatch.setattr(model_py.GPT, 'first_layer', lambda self, B, T: time.sleep(.004 * (torch.get_num_threads() == slower)))
+    try:
+        for flags, threads in ([], 3 - slower), ([f'--threads={slower}'], slower):
+            torch.set_num_threads(2)
+            written(capsys, model, '--tokens=1', *flags)
+            assert torch.get_num_threads() == threads
+        torch.set_num_threads(2)
+        machine.take_threads(None, torch.device('cuda'), lambda: pytest.fail('a trial'))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
 @pytest.mark.parametrize('rule', VARIED)
 def test_a_saved_state_goes_on_as_if_never_stopped(rule, a_model, characters, tmp_path, capsys):
     """The same text, and, as a model this young may well say one thing whatever its state, the same state:
@@ -3081,43 +3556,520 @@ def by_position(ckpt, path):
     last, state = sample.read_state(sample.Args(init=ckpt, load_state=str(path)), *load(ckpt))
     return {**comparable(state), 'last': last}
 
-def test_softmax_becomes_an_rnn_without_training(a_model, characters, tmp_path, capsys):
-    """With room for all rows the same text; with less, a state of fixed size; and fine-tuning from there."""
-    ckpt, state = a_model('--layers=softmax,delta', data=characters), tmp_path / 'state'
-    flags = f'--init={ckpt}', '--temperature=0', '--prompt=line 1'
-    whole = written(capsys, *flags, '--tokens=20')[0]
-    assert whole == written(capsys, *flags, '--tokens=20', '--rule=tova', '--cache=60')[0]
-    for tokens in 12, 20:
-        few = f'--tokens={tokens}', f'--save_state={state}', '--rule=tova', '--cache=9'
-        said = written(capsys, *flags, *few)[1]
-        assert 'whatever the length' in said and 'untrained' not in said
-        assert weights_py.read_tensors(state)[0]['state.0.mixer.k'].shape == (1, 2, 9, 8)
-    assert '--overflow=sum:favor: untrained' in written(capsys, *flags, '--rule=window', '--overflow=sum:favor')[1]
-    assert 'made with' in refused(capsys, sample.main, *flags, f'--load_state={state}')
-    how = f'--init={ckpt}', '--rule=window', '--cache=9', '--overflow=sum'
-    tuned = trained(characters, tmp_path / 'tuned', *how, steps=1)
-    tensors, meta = weights_py.read_tensors(tuned)
-    assert meta['config']['layers'] == 'window,delta'
-    assert any('0.mixer.memory.overflow.phi.R' in name for name in tensors)
-    assert len(written(capsys, f'--init={tuned}', '--tokens=9')[0]) > 9
+def test_a_state_belongs_to_weights_not_to_a_path(tmp_path, capsys):
+    """Of a folder: read from another place, but not after its weights have changed."""
+    in_hub_layout(tmp_path / 'a', 'llama')
+    state = f'{tmp_path}/state'
+    written(capsys, f'--init={tmp_path}/a', '--prompt=7 8', f'--save_state={state}', '--tokens=2')
+    other = f'--init={tmp_path}/a', f'--load_state={state}', '--dtype=bfloat16'
+    assert 'with this --dtype' in refused(capsys, sample.main, *other)
+    shutil.move(tmp_path / 'a', tmp_path / 'b')
+    written(capsys, f'--init={tmp_path}/b', f'--load_state={state}', '--tokens=2')
+    weights = tmp_path / 'b' / 'model.safetensors'
+    save_file({name: 2 * x for name, x in load_file(weights).items()}, weights)
+    err = refused(capsys, sample.main, f'--init={tmp_path}/b', f'--load_state={state}')
+    assert 'not a state of the model' in err
 
-def test_draws_are_those_of_multinomial(monkeypatch):
-    """Bit for bit, of the tokens that are left: a seed says what it has always said. No value breaks it."""
-    logits = torch.tensor([2., 1., 0., -1., -torch.inf])
-    for kw, kept in (({}, 4), (dict(top_k=2), 2), (dict(top_p=.8), 2), (dict(temperature=.5), 4),
-                     (dict(top_k=3, top_p=.999, temperature=2.), 3)):
-        left = logits.masked_fill(torch.arange(5) >= kept, -torch.inf) / kw.get('temperature', 1)
-        mine, torchs = (torch.Generator().manual_seed(0) for _ in range(2))
-        expected = torch.multinomial(left.softmax(0).expand(999, -1), 1, generator=torchs)
-        assert torch.equal(model_py.sample(logits.expand(999, -1), generator=mine, **kw), expected)
-    for kw in dict(temperature=0), dict(temperature=1e-9), dict(top_k=1), dict(top_p=1e-6):
-        assert (model_py.sample(logits.expand(50, -1), **kw) == 0).all()
-    assert model_py.sample(logits[None], temperature=1e9, top_k=99).item() < 4
-    assert len(set(model_py.sample(torch.zeros(99, 9), top_k=3).flatten().tolist())) <= 3       # level ones, too
-    monkeypatch.setattr(torch.Tensor, 'exponential_', lambda r, generator: r.zero_().neg_())
-    assert (model_py.sample(logits.expand(50, -1)) == 0).all()             # some devices draw -0.0 now and then
+def test_what_is_written_takes_no_other_file_away(a_model, text, tmp_path, monkeypatch, capsys):
+    """A state no model, nor a model whose weights are lost the good one from before."""
+    path, mine = a_model('--rule=delta'), tmp_path / 'ckpt.safetensors'
+    shutil.copy(path, mine)
+    (tmp_path / 'text').write_text('mine')
+    before = {name: (tmp_path / name).read_bytes() for name in ('ckpt.safetensors', 'text')}
+    for name, never in ('ckpt.safetensors', 'a state is never written over'), ('text', 'not a whole safetensors'):
+        state = f'--save_state={tmp_path}/{name}'
+        assert never in refused(capsys, sample.main, f'--init={path}', state, '--tokens=2')
+    for _ in range(2):                                          # over a state of its own it may
+        written(capsys, f'--init={path}', '--tokens=2', f'--save_state={tmp_path}/out/best.safetensors')
+    monkeypatch.setattr(train, 'lr_at', lambda *_: math.nan)    # its weights are lost in the last step
+    err = refused(capsys, train.main, '--resume', '--steps=5', f'--out={tmp_path}')
+    assert 'embed.weight is not finite' in err
+    assert before == {name: (tmp_path / name).read_bytes() for name in before}
 
-# The page: assets/memory.html, and a run in it
+@pytest.mark.parametrize('rule', ['softmax', 'tova'])
+def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch):
+    """Each answer is that to the whole text so far; what was said is read once, unless the template changes it.
+    The page of --html has all of it since the last /reset."""
+    data, read, pages, roles = a_talker(tmp_path), [], [], []
+    plain, render = model_py.GPT.read, chat.rendered
+    monkeypatch.setattr(model_py.GPT, 'read', lambda self, tokens, state=None, **how: read.append(tokens.shape[1]) or plain(
+        self, tokens, state, **how))
+    monkeypatch.setattr(chat, 'rendered', lambda messages, data: roles.append(
+        [message['role'] for message in messages]) or render(messages, data))
+    monkeypatch.setattr(page_py, 'write_page', lambda *given: pages.append([*given[-1]]))
+
+    def type_in(text):
+        monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(text)))
+    flags = [f'--init={tmp_path}', '--chat', '--tokens=6', '--temperature=0', '--html=a.html']
+    flags += [f'--rule={rule}', '--cache=200'] * (rule != 'softmax')
+    type_in(b'the quick\n\njumps</s> over\n/reset\nthe quick\n/quit\nno')
+    out = written(capsys, *flags)[0]
+    model, total = load(tmp_path)[0], sum(read)
+
+    def answer(*messages):
+        ids = vocabulary.encode(render(said(*messages), data), data, special=True)
+        steps = itertools.islice(model.generate(torch.tensor([ids]), temperature=0), 6)
+        found = itertools.takewhile(lambda token: token not in data.ends, [token.item() for token, _ in steps])
+        return ids, [*found]
+    ids, found = answer('the quick')
+    first = vocabulary.decode(found, data)
+    longer, found_then = answer('the quick', first, 'jumps</s> over')
+    assert out.splitlines() == f'{first}\n{vocabulary.decode(found_then, data)}\n{first}'.splitlines()
+    assert total < len(ids) + len(longer) + len(ids) * (first != first.strip())
+    type_in(b'the quick\n\xff\n')
+    assert sample.main(flags) == 2
+    with monkeypatch.context() as stopped:
+        stopped.setattr(sample, 'write_texts', Mock(side_effect=KeyboardInterrupt))
+        assert sample.main([*flags, '--prompt=the quick']) == 130
+    page = [(token, False) for token in ids] + [(token, True) for token in found]
+    assert pages == [page, page, page[:len(ids)]]               # whatever ends it
+    monkeypatch.setattr(sys, 'stdin', None)                     # closed: nobody speaks
+    assert not written(capsys, *flags[:2])[0]
+    type_in(b'the quick\n/reset\nthe quick\nfox')
+    assert 'no place for it' in refused(capsys, sample.main, *flags, '--system=Be brief.')
+    put(tmp_path, 'chat_template.jinja', FRAME.replace("{% if m.role == 'system' %}{% continue %}{% endif %}", ''))
+    roles.clear()
+    written(capsys, *flags, '--system=Be brief.')
+    assert roles[2:] == [['system', 'user']] * 2 + [['system', 'user', 'assistant', 'user']]
+
+@pytest.mark.parametrize('where, name, calls', [
+    (model_py.GPT, 'hidden', 1), (model_py.GPT, 'hidden', 4), (sample, 'show_text', 3)])
+def test_ctrl_c_ends_an_answer_and_then_the_chat(where, name, calls, tmp_path, capsys, monkeypatch):
+    """While it reads or writes, at a terminal. The next answer is that to all so far, with what there was."""
+    a_talker(tmp_path)
+    pages, count, plain = [], itertools.count(1), getattr(where, name)
+    typed = [b'the quick\n', b'/help\n', b'jumps over\n', KeyboardInterrupt]
+    terminal = Mock(isatty=lambda: True, **{'buffer.readline.side_effect': typed})
+    monkeypatch.setattr(sys, 'stdin', terminal)
+    monkeypatch.setattr(page_py, 'write_page', lambda *given: pages.append(given[-1]))
+
+    def stopped(*given, **how):
+        result = plain(*given, **how)
+        if next(count) == calls:
+            raise KeyboardInterrupt
+        return result
+    monkeypatch.setattr(where, name, stopped)
+    _, err = written(capsys, f'--init={tmp_path}', '--chat', '--tokens=6', '--temperature=0', '--html=a.html')
+    [heard], model = pages, load(tmp_path)[0]
+    parts = [[token for token, _ in group] for _, group in itertools.groupby(heard, key=lambda pair: pair[1])]
+    tokens = torch.tensor([[token for token, _ in heard[:-len(parts[-1])]]])
+    steps = itertools.islice(model.generate(tokens, temperature=0), 6)
+    assert [token.item() for token, _ in steps] == parts[-1] and len(parts) == (2 if calls == 1 else 4)
+    for said in ('> past 16 tokens, rope meets', f'\n(cut off)\n> {talk.HELP}\n',
+                 '\n> (cut off; --tokens=6 is the most that an answer may have)\n> \n'):
+        assert err.count(said) == 1, (said, err)
+    assert re.search(rf'\n{len(heard) - 1} tokens read and written, .* tokens/s in answers; state of', err)
+
+
+# ---- 14. students/ and convert.py --------------------------------------------------------------------------
+
+@pytest.fixture
+def teacher(a_model):
+    return a_model('--rule=softmax')
+
+def converted(teacher, out, *flags):
+    """convert.py's report on a short conversion."""
+    short = [flag for flag in SHORT if not any(flag.split('=')[0] in given for given in flags)]
+    assert convert.main([f'--from={teacher}', f'--out={out}', *short, *flags]) == 0
+    return json.loads((Path(out) / 'convert.json').read_text())
+
+def test_softmax_alone_is_swapped():
+    """Where it stands among others, and in the places of a translator that are named."""
+    mixed = GPT(Config(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16))
+    student, new = convert.swap(mixed, dict(rule='gla-beta'))
+    assert student.config.rules == ['delta', 'gla-beta'] and all('blocks.1' in name for name in new)
+    with pytest.raises(ValueError, match='fast weights already'):
+        convert.swap(mixed, dict(layers='gla-beta,gla-beta'))
+    teacher = small(**PAIRS, rule='softmax', encoder_rule='delta').float()
+    student, new = convert.swap(teacher, dict(rule='sum', phi='silu', norm='l2'))
+    assert student.config.every_rule() == ['sum', 'sum', 'delta', 'sum']
+    assert not any(name.startswith('encoder.') for name in new)
+    student, _ = convert.swap(teacher, dict(rule='delta'), ['cross'])
+    assert student.config.every_rule() == ['softmax', 'softmax', 'delta', 'delta']
+    with pytest.raises(ValueError, match='encoder.0.mixer of the teacher has fast weights already'):
+        convert.swap(teacher, dict(rule='sum', phi='t2r', norm='l2'))
+
+@pytest.mark.parametrize('changes, memory', [
+    (dict(rule='gla', phi='hedgehog'), 6), (dict(rule='decay'), 6), (dict(rule='gated_delta'), 6),
+    (dict(rule='sink', cache=4, sinks=1, overflow='gla:hedgehog'), 16),
+    (dict(rule='sink', cache=4, sinks=1, overflow='gated:slots:4'), 16)])
+def test_gates_begin_with_the_memory_of_their_heads(changes, memory, a_model, monkeypatch):
+    """Heads look 5 steps back: f^5 is there after 6 steps. Beside a cache, a row is remembered. The first slot
+    begins as the first key."""
+    teacher, x = load(a_model('--rule=softmax'))[0], torch.randint(256, (2, 16))
+    far = torch.zeros(16, 16)
+    far[5:, :-5] = torch.eye(11)
+    monkeypatch.setattr(watch.Seen, 'weights', lambda *_: far.expand(2, 2, 16, 16))
+    student, new = convert.swap(teacher, changes)
+    before = student.state_dict()[next(name for name in new if 'bias_f' in name)].clone()
+    convert.begin_as(teacher, student, x)
+    for seen, block in zip(through(teacher, x), student.blocks):
+        matrix = getattr(block.mixer.memory, 'overflow', None) or block.mixer.memory
+        if 'slots' in matrix.spec:
+            near(F.cosine_similarity(matrix.phi.weight[:, 0], seen.k[0, :, 0], dim=-1), torch.ones(2), 1e-5)
+        gates = matrix.gates
+        assert not gates.proj.weight.any() and not torch.equal(gates.bias_f, before)
+        found = gates(torch.randn(2, 16, 16))
+        for name in {'log_f', 'log_z'} & found.keys():
+            near(found[name].exp(), torch.full_like(found[name], 1 - 1 / memory), 1e-5)
+
+@pytest.mark.parametrize('rule, first, reach, positions', [
+    ('window', 0, 4, 'true'), ('sink', 1, 3, 'true'), ('sink', 1, 3, 'compress')])
+def test_a_matrix_beside_rows_begins_with_the_weight_of_what_it_holds(rule, first, reach, positions, a_model):
+    """4 rows, of which a sink keeps the first: by keys and features one by one; a ridge regression over steps, as
+    least squares with a row more per channel."""
+    teacher, x = load(a_model('--rule=softmax', '--pos=rope'))[0].double(), torch.randint(256, (1, 9))
+    changes = dict(rule=rule, cache=4, sinks=1, overflow='sum:hedgehog', positions=positions)
+    student = convert.swap(teacher, changes)[0].double()
+    convert.begin_as(teacher, student, x)
+    for seen, block in zip(through(teacher, x), student.blocks):
+        q, k, memory = seen.q, seen.k, block.mixer.memory       # with the rope of true positions
+        features = memory.overflow.phi
+        logs = []
+        for t in range(first + reach, 9):
+            held = k[0, :, first:t - reach + 1]
+            wanted = (q[0, :, t, None] * held / q.shape[-1] ** .5).sum(-1).exp().sum(1)
+            found = (features(q)[0, :, t, None] * features(held[None])[0]).sum(-1).sum(1)
+            logs.append((wanted / found).log())
+        u, logs = seen.u[0, first + reach:], torch.stack(logs)
+        far, spread = u - u.mean(0), logs - logs.mean(0)
+        more = (begin.RIDGE * far.square().sum(0).mean()).sqrt() * torch.eye(16).double()
+        W = torch.linalg.lstsq(torch.cat([far, more]), torch.cat([spread, 0 * more[:, :2]])).solution
+        near(memory.log_mass(u), logs.mean(0) + far @ W, 1e-6)
+
+@pytest.mark.parametrize('kind', ['ce', 'hidden'])
+def test_stage_1_trains_what_it_may_and_never_the_teacher(kind, a_model, tmp_path, monkeypatch):
+    """Parameters that are new; for `hidden`, all of the mixers that have some. Of a teacher that has gates
+    itself, which stay as they are."""
+    teacher = a_model('--layers=gla,softmax', '--norm=attn', '--phi=hedgehog')
+    distil, whole = convert.distil, load(teacher)[0].state_dict()
+
+    def watched(run, model, student, names, *rest):
+        before = {name: x.detach().clone() for name, x in student.named_parameters()}
+        distil(run, model, student, names, *rest)
+        close(dict(model.state_dict()), dict(whole), 0)
+        moved = {name for name, x in student.named_parameters() if not torch.equal(x, before[name])}
+        mixer = {name for name in before if name.startswith('blocks.1.mixer.')}
+        assert moved == names == (mixer if kind == 'hidden' else before.keys() - whole.keys())
+        assert names <= mixer
+    monkeypatch.setattr(convert, 'distil', watched)
+    converted(teacher, tmp_path, f'--distil={kind}', '--layers=gla,gla', '--controls=false')
+
+@pytest.mark.parametrize('kind', ['ce', 'mse', 'hidden'])
+def test_stage_1_passes_over_padding(kind):
+    """What it says of rows that end in padding is what it says of them without."""
+    shape = dict(n_layer=1, n_embd=16, n_head=2, vocab_size=10, pad=9, rule='softmax', block_size=20)
+    for more in dict(causal=False, classes=2), dict(encoder=1, source=8):
+        teacher = GPT(Config(**shape | more)).double().eval()
+        student = convert.swap(teacher, dict(rule='sum', phi='hedgehog'))[0].double()
+        for p in student.parameters():
+            p.data = p.data + 0.1 * torch.randn_like(p)
+        x = torch.randint(9, (3, 20))
+        x[:, 17:] = 9
+        if 'encoder' in more:
+            x[:, 8] = 9                                         # with which a text begins: it counts
+            assert [*through(teacher, x)][-1].real.tolist() == 3 * [9 * [True]]
+        padded, cut = ([convert.mismatch(kind, seen, student) for seen in through(teacher, tokens)]
+                       for tokens in (x, x[:, :17]))
+        near(padded, cut, 1e-9)
+        if kind != 'ce':                                        # whose least value is an entropy
+            itself = [convert.mismatch(kind, seen, teacher) for seen in through(teacher, x)]
+            assert max(itself) < 1e-12
+
+HYBRID = dict(distil='mse', faster=5)
+WINDOWED = dict(rule='sink', cache=9, overflow='sum:slots')
+
+@pytest.mark.parametrize('given, way, changes', [
+    ('', {}, dict(rule='gla-beta')), ('--phi=t2r --lr=1e-4', dict(lr=1e-4), dict(rule='gla-beta', phi='t2r')),
+    ('--recipe=hybrid --cache=9', HYBRID, WINDOWED),
+    ('--recipe=t2r', dict(distil='none', faster=1), dict(rule='sum', phi='t2r')),
+    ('--recipe=hybrid --overflow=', HYBRID, WINDOWED | dict(cache=64, overflow='')),
+    ('--recipe=cache', dict(distil='auto', faster=1, steps=1300), dict(rule='sink', cache=157)),
+    ('--rule=delta --distil=mse', dict(distil='mse'), dict(rule='delta')),
+    ('--recipe=hybrid --rule=window', HYBRID, WINDOWED | dict(rule='window', cache=64)),
+    ('--layers=softmax,gla', {}, dict(rule='sum', layers='softmax,gla'))])
+def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(given, way, changes, a_model,
+                                                                               monkeypatch):
+    teacher = load(a_model('--rule=softmax'))[0]
+    given, found = convert.by_recipe(*convert.flags_of(given.split()), teacher)
+    args = convert.Args(**given)
+    lr = (.03 if 'cache' in found else .25) / 16
+    expected = dict(distil='hidden', faster=5, lr=lr, steps=1000, batch_size=4, row=16) | way
+    assert found == changes and {name: getattr(args, name) for name in expected} == expected
+    monkeypatch.setattr(starts, 'SMALL', 0)
+    given, found = convert.by_recipe(dict(steps=7), dict(cache=3), teacher)
+    expected = dict(distil='mse', faster=20, lr=1e-4, steps=7, batch_size=1, eval_rows=16, row=16)
+    assert {name: given[name] for name in expected} == expected
+    assert found == dict(rule='gla-beta', gate_rank=16, cache=3)
+    assert starts.is_large(teacher)
+    teacher.task = 'classify'
+    assert convert.by_recipe({}, {}, teacher)[0]['eval_rows'] == 500                # one target a row
+    for pos, positions in ('rope', 'compress'), ('learned', None):                  # only rope can be turned otherwise
+        teacher.config.pos = pos
+        assert convert.by_recipe(dict(recipe='hybrid'), {}, teacher)[1].get('positions') == positions
+    given, _ = convert.by_recipe(dict(recipe='hybrid', lora=8), {}, teacher)        # new ones: as without LoRA
+    assert (given['lr'], given['faster']) == (pytest.approx(.3 / 16), 2)
+
+def tells_its_steps(said, stage, steps):
+    return all(f'{stage} | step {i:5d}/{steps} | loss' in said for i in range(1, steps + 1))
+
+def the_table_adds_up(table):
+    """Shares are perplexities over others'; every model but the caches had as many tokens as it should."""
+    tuned = min(row['perplexity'] for row in table[-3:-1])
+    for row in table:
+        assert row['recovered'] == pytest.approx(table[0]['perplexity'] / row['perplexity'])
+        assert row['of the tuned'] == pytest.approx(tuned / row['perplexity'])
+        assert row['low'] <= row['recovered'] <= row['high']
+    *student, first, second, anew = [row['tokens'] for row in table if not re.search('cached|same', row['model'])]
+    assert student[-1] == first == second == anew and student == sorted(student)
+
+def caches_beside(table, config):
+    """The caches of as many bytes as what was swapped -> how many there are"""
+    lines = {row['model']: row for row in table}
+    assert lines['teacher']['state bytes'] == 2 * (2 * 16 + 2 * 3) * 4 * 16 + 8      # and conv
+    swapped = sum(rule != 'softmax' for rule in config.rules)
+    caches = [row for name, row in lines.items() if 'as many bytes' in name]
+    for row in caches:
+        assert 0 <= lines['swapped']['state bytes'] - row['state bytes'] < swapped * 2 * (2 * 4 * 8 + 12)
+    return len(caches)
+
+def stage_1_came_nearer(found):
+    """In each layer the divergence of attention fell; the query that is shown has weights, by ascending scores."""
+    first, last = ([row['KL to teacher'] for row in found['layers'] if row['model'] == stage]
+                   for stage in ('swapped', 'distilled'))
+    assert first and all(0 < b < .95 * a for a, b in zip(first, last, strict=True))
+    query = found['query']
+    assert query['scores'] == sorted(query['scores']) and len(query['scores']) == 16
+    for name in 'softmax', 'swapped', 'distilled':
+        assert sum(query[name]) == pytest.approx(1, abs=1e-4)
+    near(torch.tensor(query['softmax']), torch.tensor(query['scores']).softmax(0), 1e-5)
+
+@pytest.mark.parametrize('flags', [
+    '--recipe=pure', '--recipe=hybrid --cache=6', '--recipe=decay --out_norm=false',
+    '--layers=softmax,gla --distil=auto --dtype=bfloat16', '--recipe=hedgehog --lora=2 --distil_steps=15'])
+def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeypatch, capsys):
+    """Also by how much stage 1 lowers the divergence of attention. It is never silent for long."""
+    monkeypatch.setattr(stages, 'SLOW', 0)
+    found = converted(teacher, tmp_path, *flags.split())
+    said = capsys.readouterr().out
+    assert tells_its_steps(said, 'fine-tune', 3)
+    if 'pure' in flags:
+        assert tells_its_steps(said, 'distil (hidden)', 4) and tells_its_steps(said, 'control: from scratch', 7)
+        assert sum('tok_s' in row for row in log(tmp_path)) == 4 + 3 + 3 * 7
+        tokens = {row['model']: row['tokens'] for row in found['table']}
+        assert (tokens['distilled (hidden)'], tokens['fine-tuned']) == (4 * 2 * 16, 7 * 2 * 16)
+    names = [row['model'] for row in found['table'] if not re.search('cached|same', row['model'])]
+    rates = ('0.01', '0.001') if 'lora' in flags else ('0.001', '0.0001')      # LoRA bears ten times as much
+    controls = [f'control: teacher, {lr}' for lr in rates] + ['control: student from scratch']
+    assert names[:2] == ['teacher', 'swapped'] and names[-4:] == ['fine-tuned', *controls]
+    the_table_adds_up(found['table'])
+    result = json.loads((tmp_path / 'result.json').read_text())
+    assert result['steps'] == 3
+    assert [result['recovered']] == [row['recovered'] for row in found['table'] if row['model'] == 'fine-tuned']
+    assert caches_beside(found['table'], Config(**found['config'])) == 3
+    again = [row['model'] for row in found['table'] if row['model'].startswith('the same')]
+    assert bool(again) == flags.startswith('--recipe=hybrid')
+    if found['distil'] == 'ce':
+        stage_1_came_nearer(found)
+
+def test_what_is_recovered_is_told_by_position_with_an_interval():
+    gain = torch.linspace(-.1, 0, 3)[:, None].repeat(1, 600).double()
+    gain[:, 256:512] -= 1
+    row = judge.recovered(gain)
+    means = gain.mean(1).numpy()
+    half = 1.96 * np.std(means, ddof=1) / 3 ** .5
+    assert row['high'] == pytest.approx(math.exp(means.mean() + half))
+    assert row['low'] * row['high'] == pytest.approx(row['recovered'] ** 2)
+    found = [row[name] for name in ('to 256', 'to 512', 'to 600')]
+    assert found == pytest.approx(np.exp([-.05, -1.05, -.05]))
+
+def test_a_student_is_judged_under_other_policies_and_beside_other_models(teacher, a_model, tmp_path):
+    """Policies that it was not trained with: the same weights, as many tokens. KL is the teacher's, over all words."""
+    delta = a_model('--rule=delta')
+    found = converted(teacher, tmp_path, '--rule=sink', '--cache=6', '--distil=none', '--controls=false', f'--beside={delta}')
+    lines = {row['model']: row for row in found['table']}
+    assert [name for name in lines if name.startswith('the same')] == [f'the same, {p}' for p in ('tova', 'h2o')]
+    data = prepare.load_set(load(teacher)[1]['args']['data'])
+    n = len(data[1]) - 1
+    of_text = made_rows(*data, 16, torch.device('cpu'))
+    x, y = of_text.rows(data[1], of_text.blocks(4, n - n % 16 + 1))
+    log_p = {}
+    with torch.no_grad():
+        for name, source, rule in [
+                ('teacher', teacher, ''), ('fine-tuned', tmp_path / 'ckpt.safetensors', ''), (delta, delta, ''),
+                *[(f'the same, {p}', tmp_path / 'ckpt.safetensors', p) for p in ('tova', 'h2o')]]:
+            log_p[name] = load(source, **{'rule': rule} if rule else {})[0](x)[0].log_softmax(-1)
+            right = log_p[name].gather(-1, y[..., None])
+            assert lines[name]['perplexity'] == pytest.approx(math.exp(-right.mean()), rel=1e-5)
+            far = (log_p['teacher'].exp() * (log_p['teacher'] - log_p[name])).sum(-1).mean()
+            assert lines[name]['KL'] == pytest.approx(far.item(), rel=1e-4, abs=1e-7)
+    others = [name for name in lines if name == delta or '6 cached by' in name or 'as many' in name]
+    best, ratio, low, high = found['over the best other']
+    assert best == min(others, key=lambda name: lines[name]['perplexity']) and low <= ratio <= high
+    assert ratio == pytest.approx(lines['fine-tuned']['perplexity'] / lines[best]['perplexity'])
+    tokens = torch.from_numpy(data[1][:65].astype(int))         # and in one text of four rows
+    rows = costs(load(teacher)[0], tokens.unfold(0, 17, 16))
+    for name, source in (str(tmp_path), tmp_path / 'ckpt.safetensors'), (delta, delta):
+        student = costs(load(source)[0], tokens[None])[0].view(4, 16)
+        near((student - rows).mean(1).exp(), torch.tensor(found['in one text'][name]), 1e-5)
+
+def test_rows_are_judged_alike_in_pieces_of_6_tokens(monkeypatch):
+    model, x = small(rule='sink', cache=6, overflow='sum:slots'), torch.randint(256, (2, 5, 16))
+    whole = judge.nats_along(model, *x, '')
+    monkeypatch.setattr(machine, 'LOGITS', 6 * 256)
+    seen = Mock(wraps=data_rows_py.predict)
+    monkeypatch.setattr(judge, 'predict', seen)
+    near(judge.nats_along(model, *x, ''), whole, 1e-5)
+    assert max(call.args[1].numel() for call in seen.call_args_list) == 6
+
+def test_layers_that_stay_softmax_are_spread_over_the_depth(a_model, tmp_path):
+    converted(a_model('--rule=softmax', '--n_layer=4'), tmp_path, '--keep=2', '--rule=retention', '--controls=false')
+    assert load(tmp_path / 'ckpt.safetensors')[0].config.rules == ['retention', 'softmax'] * 2
+
+@pytest.mark.parametrize('more', [[], ['--lora=2']], ids=['all', 'lora'])
+def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeypatch, capsys):
+    """The teacher stays as it is; with LoRA the student has no weights of its own but what learns."""
+    pairs = ':'.join(put(tmp_path, x, '\n'.join(x * (1 + i % 4) for i in range(40))) for x in 'ab')
+    found, swap, loaded = [], convert.swap, load(teacher)[0].state_dict()
+
+    def watched(*given):
+        found.extend([given[0], *swap(*given)])
+        return found[1:]
+    monkeypatch.setattr(convert, 'swap', watched)
+    how = f'--data={pairs}', '--recipe=hedgehog', '--loss=kl', '--controls=false', *more
+    why = refused(capsys, convert.main, f'--from={teacher}', *how, '--row=8', f'--out={tmp_path / "no"}')
+    assert 'rows have 16 tokens, more than 8; give --row=16 if' in why
+    row = converted(teacher, tmp_path / 'rnn', *how)['table'][-1]
+    model, student, _ = found
+    close(dict(model.state_dict()), dict(loaded), 0)
+    shared = {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in student.parameters()}
+    adapted = 2 * len(model.blocks)                             # qkv and proj, into which LoRA is merged
+    assert len(shared) == (len(loaded) - adapted if more else 0)
+    assert row['model'] == 'fine-tuned' and 0 <= row['accuracy'] <= 1 and 'bits per byte' not in row
+
+def test_a_large_teacher_is_looked_at_only_for_new_parameters(a_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(starts, 'SMALL', 0)
+    for overflow, begins in ('', 0), ('sum:slots', 1):
+        begin = Mock()
+        monkeypatch.setattr(convert, 'begin_as', begin)
+        run = f'--from={a_model("--rule=softmax")}', '--recipe=hybrid', '--cache=6', f'--overflow={overflow}'
+        how = '--keep=1', '--steps=0', '--distil_steps=0', '--eval_rows=2', f'--out={tmp_path}'
+        assert convert.main([*run, *how]) == 0 and begin.call_count == begins
+        assert ('new parameters begin' in capsys.readouterr().out) == (begins > 0)
+    flags = f'--init={a_model("--rule=softmax")}', '--steps=1', f'--out={tmp_path}/tuned', '--device=cpu'
+    assert '\n1 row of 16 a step, about 0.00' in written(capsys, *flags, main=train.main)[0]   # and fine-tuned by one
+    monkeypatch.setattr(machine, 'whole_memory', lambda device: 10 ** 6)
+    assert 'take a smaller one' in refused(capsys, train.main, *flags, '--batch_size=64')
+
+@pytest.mark.parametrize('at', [4, 9])
+def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, a_model, tmp_path, monkeypatch, capsys):
+    """Stopped in stage 1, where all of the mixer learns, and in the controls, after a stage 2 with everything
+    that is drawn. No step is saved twice: each stage goes on from its last save."""
+    mine, cut, batch = tmp_path / 'teacher.safetensors', f'--out={tmp_path / "cut"}', Rows.batch
+    shutil.copy(teacher, mine)
+    flags = [f'--from={mine}', *'--steps=4 --distil_steps=6 --eval_rows=4 --eval_every=2 --seed=3'.split()]
+    flags += '--lora=2 --phi=favor --layers=softmax,sum'.split() if at == 9 else ['--controls=false']
+
+    def found(name):
+        told = json.loads((tmp_path / name / 'convert.json').read_text())
+        steps = [(row['stage'], row['step'], 'tokens' in row) for row in log(tmp_path / name) if 'stage' in row]
+        return told['table'], told['layers'], steps
+    calls = iter(range(at))
+
+    def stop(*args):
+        if next(calls, None) is None:
+            if at < 9:
+                raise KeyboardInterrupt                         # at once
+            os.kill(os.getpid(), signal.SIGINT)                 # after the step
+        return batch(*args)
+    assert convert.main([*flags, f'--out={tmp_path / "whole"}']) == 0
+    with monkeypatch.context() as m:
+        m.setattr(Rows, 'batch', stop)
+        assert convert.main([*flags, cut]) == 130
+    assert len(stages.checkpoints(tmp_path / 'cut')) == 1 + 2 * (at == 9)
+    assert 'began' in refused(capsys, convert.main, '--resume', '--steps=5', cut)
+    shutil.copy(a_model('--rule=softmax', '--pos=rope'), mine)
+    assert 'the teacher is not' in refused(capsys, convert.main, '--resume', cut)
+    shutil.copy(teacher, mine)
+    assert convert.main(['--resume', cut]) == 0
+    assert found('cut') == found('whole') and same(*tmp_path.glob('*/ckpt.safetensors'))
+    assert 'was stopped' in refused(capsys, convert.main, '--resume', cut)
+
+def test_a_model_does_not_diverge_from_itself(teacher, tmp_path):
+    """In what it says: --loss=kl."""
+    model, meta = load(teacher)
+    *sides, of_data = prepare.load_set(meta['args']['data'])
+    data = made_rows(*sides, of_data, 16, torch.device('cpu'), 4)
+    run = stages.Conversion(convert.Args(from_=teacher, out=str(tmp_path), eval_rows=4), model, data, {})
+    run.judge.add_line('teacher', model)
+    convert.finetune(run, 'itself', model, 2, 0.0, teacher=model)
+    assert abs(log(tmp_path)[-1]['loss']) < 1e-6
+
+PADDED = dict(source=4, pad=255)
+
+@pytest.mark.parametrize('phi, more', [
+    ('t2r', dict(n_kv_head=1)), ('t2r:5', dict(bias=True)), ('t2r-scaled:11', dict(layers='sum,softmax', pos='none')),
+    ('t2r-scaled:3', dict(encoder=1, **PADDED))])
+def test_folding_t2r_is_an_identity(phi, more, tmp_path):
+    """For as many features as channels, fewer and more; also of what was written and read again."""
+    how = dict(rule='sum', phi=phi, pos='learned') | more
+    model, tokens = small(**how), torch.randint(255, (2, 9))
+    folded = fold.fold(model)
+    m = model.blocks[0].mixer.memory.phi.feature_dim
+    assert len(folded.blocks[0].mixer.qkv.weight) == 2 * m + more.get('n_kv_head', 2) * (m + 8)
+    data = Data('byte', 256, **{name: more[name] for name in more if name in PADDED})
+    save(tmp_path / 'folded.safetensors', folded, dict(data=data))
+    for one in folded, load(tmp_path / 'folded.safetensors')[0]:
+        near(one(tokens)[0], model(tokens)[0], 1e-12)
+    near(model_in_parts(folded, tokens, [5])[0], model(tokens)[0], 1e-12)
+    with pytest.raises(ValueError, match='no rope'):
+        fold.fold(small(**how | dict(pos='rope')))
+
+@pytest.mark.parametrize('more', [{}, dict(n_kv_head=1, pos='rope', bias=True),
+                                  dict(encoder=1, **PADDED)], ids=['plain', 'grouped', 'cross'])
+def test_lora_begins_as_nothing_and_ends_in_the_weights(more):
+    """Each of q, k, v and o has an A and a B of its own; beside them only what is new learns."""
+    model, tokens = small(rule='sum', phi='hedgehog', conv=0, **more), torch.randint(255, (2, 9))
+    before, weights = model(tokens)[0], set(model.state_dict())
+    new = {name for name in weights if 'phi.' in name}
+    adapted = lora.adapt(model, 3, new)
+    model.double()
+    near(model(tokens)[0], before, 0)
+    model(tokens)[0].square().sum().backward()
+    learn = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    adapters = {name: p for name, p in learn.items() if name.split('.')[-2] in 'AB'}
+    assert learn.keys() - adapters.keys() == new
+    shared = 16 if 'n_kv_head' not in more else 8
+    many = sum(3 * (16 + out) for out in (16, shared, shared, 16)) * len(model.mixers())
+    assert sum(p.numel() for p in adapters.values()) == many
+    for p in adapters.values():
+        p.data.normal_()
+    after = model(tokens)[0].detach()
+    assert (after - before).abs().max() > .1
+    lora.merge_lora(adapted)
+    near(model(tokens)[0], after, 1e-12)
+    assert set(model.state_dict()) == weights
+
+
+# ---- 15. look/: what layers do, and the page: assets/memory.html, and a run in it --------------------------
+
+@pytest.mark.parametrize('flags', [dict(), dict(post_norm=True), dict(causal=False, pad=0, conv=3),
+                                   dict(norm_after=True, qk_norm=True, qk_norm_all=True)])
+def test_through_tells_what_forward_computes(flags):
+    m = GPT(Config(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16, **flags)).double()
+    tokens = torch.randint(1, 256, (2, 9))
+    if 'pad' in flags:
+        tokens[1, 6:] = 0
+    for seen in through(m, tokens):
+        block = m.get_submodule(seen.layer)
+        u = seen.x if getattr(block, 'norm_after', False) else block.norm1(seen.x)
+        u = block.convolve(0, u, *(seen.rest or ({},)))
+        near(seen.u, u)
+        found = seen.mixer.proj(seen.mixer.merge(seen.outputs(seen.mixer)))
+        near(found, watch.first(seen.mixer(u, *seen.rest)))
+        last = watch.first(block(seen.x, *seen.rest))
+        near(seen.y, last)
+    near(m.norm(last), m.hidden(tokens)[0])
 
 BROWSER = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
 
@@ -3259,997 +4211,7 @@ def test_a_page_takes_any_text_as_text(a_model, tmp_path, monkeypatch, capsys):
     assert all(page.count(mark) == empty.count(mark) for mark in ('</script', '<!--', '<b>'))
 
 
-# ---- 12. Conversion ----------------------------------------------------------------------------------------
-
-@pytest.fixture
-def teacher(a_model):
-    return a_model('--rule=softmax')
-
-def converted(teacher, out, *flags):
-    """convert.py's report on a short conversion."""
-    short = [flag for flag in SHORT if not any(flag.split('=')[0] in given for given in flags)]
-    assert convert.main([f'--from={teacher}', f'--out={out}', *short, *flags]) == 0
-    return json.loads((Path(out) / 'convert.json').read_text())
-
-def test_a_student_is_judged_under_other_policies_and_beside_other_models(teacher, a_model, tmp_path):
-    """Policies that it was not trained with: the same weights, as many tokens. KL is the teacher's, over all words."""
-    delta = a_model('--rule=delta')
-    found = converted(teacher, tmp_path, '--rule=sink', '--cache=6', '--distil=none', '--controls=false', f'--beside={delta}')
-    lines = {row['model']: row for row in found['table']}
-    assert [name for name in lines if name.startswith('the same')] == [f'the same, {p}' for p in ('tova', 'h2o')]
-    data = prepare.load_set(load(teacher)[1]['args']['data'])
-    n = len(data[1]) - 1
-    of_text = made_rows(*data, 16, torch.device('cpu'))
-    x, y = of_text.rows(data[1], of_text.blocks(4, n - n % 16 + 1))
-    log_p = {}
-    with torch.no_grad():
-        for name, source, rule in [
-                ('teacher', teacher, ''), ('fine-tuned', tmp_path / 'ckpt.safetensors', ''), (delta, delta, ''),
-                *[(f'the same, {p}', tmp_path / 'ckpt.safetensors', p) for p in ('tova', 'h2o')]]:
-            log_p[name] = load(source, **{'rule': rule} if rule else {})[0](x)[0].log_softmax(-1)
-            right = log_p[name].gather(-1, y[..., None])
-            assert lines[name]['perplexity'] == pytest.approx(math.exp(-right.mean()), rel=1e-5)
-            far = (log_p['teacher'].exp() * (log_p['teacher'] - log_p[name])).sum(-1).mean()
-            assert lines[name]['KL'] == pytest.approx(far.item(), rel=1e-4, abs=1e-7)
-    others = [name for name in lines if name == delta or '6 cached by' in name or 'as many' in name]
-    best, ratio, low, high = found['over the best other']
-    assert best == min(others, key=lambda name: lines[name]['perplexity']) and low <= ratio <= high
-    assert ratio == pytest.approx(lines['fine-tuned']['perplexity'] / lines[best]['perplexity'])
-    tokens = torch.from_numpy(data[1][:65].astype(int))         # and in one text of four rows
-    rows = costs(load(teacher)[0], tokens.unfold(0, 17, 16))
-    for name, source in (str(tmp_path), tmp_path / 'ckpt.safetensors'), (delta, delta):
-        student = costs(load(source)[0], tokens[None])[0].view(4, 16)
-        near((student - rows).mean(1).exp(), torch.tensor(found['in one text'][name]), 1e-5)
-
-def tells_its_steps(said, stage, steps):
-    return all(f'{stage} | step {i:5d}/{steps} | loss' in said for i in range(1, steps + 1))
-
-def the_table_adds_up(table):
-    """Shares are perplexities over others'; every model but the caches had as many tokens as it should."""
-    tuned = min(row['perplexity'] for row in table[-3:-1])
-    for row in table:
-        assert row['recovered'] == pytest.approx(table[0]['perplexity'] / row['perplexity'])
-        assert row['of the tuned'] == pytest.approx(tuned / row['perplexity'])
-        assert row['low'] <= row['recovered'] <= row['high']
-    *student, first, second, anew = [row['tokens'] for row in table if not re.search('cached|same', row['model'])]
-    assert student[-1] == first == second == anew and student == sorted(student)
-
-def caches_beside(table, config):
-    """The caches of as many bytes as what was swapped -> how many there are"""
-    lines = {row['model']: row for row in table}
-    assert lines['teacher']['state bytes'] == 2 * (2 * 16 + 2 * 3) * 4 * 16 + 8      # and conv
-    swapped = sum(rule != 'softmax' for rule in config.rules)
-    caches = [row for name, row in lines.items() if 'as many bytes' in name]
-    for row in caches:
-        assert 0 <= lines['swapped']['state bytes'] - row['state bytes'] < swapped * 2 * (2 * 4 * 8 + 12)
-    return len(caches)
-
-def stage_1_came_nearer(found):
-    """In each layer the divergence of attention fell; the query that is shown has weights, by ascending scores."""
-    first, last = ([row['KL to teacher'] for row in found['layers'] if row['model'] == stage]
-                   for stage in ('swapped', 'distilled'))
-    assert first and all(0 < b < .95 * a for a, b in zip(first, last, strict=True))
-    query = found['query']
-    assert query['scores'] == sorted(query['scores']) and len(query['scores']) == 16
-    for name in 'softmax', 'swapped', 'distilled':
-        assert sum(query[name]) == pytest.approx(1, abs=1e-4)
-    near(torch.tensor(query['softmax']), torch.tensor(query['scores']).softmax(0), 1e-5)
-
-@pytest.mark.parametrize('flags', [
-    '--recipe=pure', '--recipe=hybrid --cache=6', '--recipe=decay --out_norm=false',
-    '--layers=softmax,gla --distil=auto --dtype=bfloat16', '--recipe=hedgehog --lora=2 --distil_steps=15'])
-def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeypatch, capsys):
-    """Also by how much stage 1 lowers the divergence of attention. It is never silent for long."""
-    monkeypatch.setattr(stages, 'SLOW', 0)
-    found = converted(teacher, tmp_path, *flags.split())
-    said = capsys.readouterr().out
-    assert tells_its_steps(said, 'fine-tune', 3)
-    if 'pure' in flags:
-        assert tells_its_steps(said, 'distil (hidden)', 4) and tells_its_steps(said, 'control: from scratch', 7)
-        assert sum('tok_s' in row for row in log(tmp_path)) == 4 + 3 + 3 * 7
-        tokens = {row['model']: row['tokens'] for row in found['table']}
-        assert (tokens['distilled (hidden)'], tokens['fine-tuned']) == (4 * 2 * 16, 7 * 2 * 16)
-    names = [row['model'] for row in found['table'] if not re.search('cached|same', row['model'])]
-    rates = ('0.01', '0.001') if 'lora' in flags else ('0.001', '0.0001')      # LoRA bears ten times as much
-    controls = [f'control: teacher, {lr}' for lr in rates] + ['control: student from scratch']
-    assert names[:2] == ['teacher', 'swapped'] and names[-4:] == ['fine-tuned', *controls]
-    the_table_adds_up(found['table'])
-    result = json.loads((tmp_path / 'result.json').read_text())
-    assert result['steps'] == 3
-    assert [result['recovered']] == [row['recovered'] for row in found['table'] if row['model'] == 'fine-tuned']
-    assert caches_beside(found['table'], Config(**found['config'])) == 3
-    again = [row['model'] for row in found['table'] if row['model'].startswith('the same')]
-    assert bool(again) == flags.startswith('--recipe=hybrid')
-    if found['distil'] == 'ce':
-        stage_1_came_nearer(found)
-
-def test_what_is_recovered_is_told_by_position_with_an_interval():
-    gain = torch.linspace(-.1, 0, 3)[:, None].repeat(1, 600).double()
-    gain[:, 256:512] -= 1
-    row = judge.recovered(gain)
-    means = gain.mean(1).numpy()
-    half = 1.96 * np.std(means, ddof=1) / 3 ** .5
-    assert row['high'] == pytest.approx(math.exp(means.mean() + half))
-    assert row['low'] * row['high'] == pytest.approx(row['recovered'] ** 2)
-    found = [row[name] for name in ('to 256', 'to 512', 'to 600')]
-    assert found == pytest.approx(np.exp([-.05, -1.05, -.05]))
-
-def test_layers_that_stay_softmax_are_spread_over_the_depth(a_model, tmp_path):
-    converted(a_model('--rule=softmax', '--n_layer=4'), tmp_path, '--keep=2', '--rule=retention', '--controls=false')
-    assert load(tmp_path / 'ckpt.safetensors')[0].config.rules == ['retention', 'softmax'] * 2
-
-def test_rows_are_judged_alike_in_pieces_of_6_tokens(monkeypatch):
-    model, x = small(rule='sink', cache=6, overflow='sum:slots'), torch.randint(256, (2, 5, 16))
-    whole = judge.nats_along(model, *x, '')
-    monkeypatch.setattr(machine, 'LOGITS', 6 * 256)
-    seen = Mock(wraps=data_rows_py.predict)
-    monkeypatch.setattr(judge, 'predict', seen)
-    near(judge.nats_along(model, *x, ''), whole, 1e-5)
-    assert max(call.args[1].numel() for call in seen.call_args_list) == 6
-
-@pytest.mark.parametrize('more', [[], ['--lora=2']], ids=['all', 'lora'])
-def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeypatch, capsys):
-    """The teacher stays as it is; with LoRA the student has no weights of its own but what learns."""
-    pairs = ':'.join(put(tmp_path, x, '\n'.join(x * (1 + i % 4) for i in range(40))) for x in 'ab')
-    found, swap, loaded = [], convert.swap, load(teacher)[0].state_dict()
-
-    def watched(*given):
-        found.extend([given[0], *swap(*given)])
-        return found[1:]
-    monkeypatch.setattr(convert, 'swap', watched)
-    how = f'--data={pairs}', '--recipe=hedgehog', '--loss=kl', '--controls=false', *more
-    why = refused(capsys, convert.main, f'--from={teacher}', *how, '--row=8', f'--out={tmp_path / "no"}')
-    assert 'rows have 16 tokens, more than 8; give --row=16 if' in why
-    row = converted(teacher, tmp_path / 'rnn', *how)['table'][-1]
-    model, student, _ = found
-    close(dict(model.state_dict()), dict(loaded), 0)
-    shared = {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in student.parameters()}
-    adapted = 2 * len(model.blocks)                             # qkv and proj, into which LoRA is merged
-    assert len(shared) == (len(loaded) - adapted if more else 0)
-    assert row['model'] == 'fine-tuned' and 0 <= row['accuracy'] <= 1 and 'bits per byte' not in row
-
-HYBRID = dict(distil='mse', faster=5)
-WINDOWED = dict(rule='sink', cache=9, overflow='sum:slots')
-
-@pytest.mark.parametrize('given, way, changes', [
-    ('', {}, dict(rule='gla-beta')), ('--phi=t2r --lr=1e-4', dict(lr=1e-4), dict(rule='gla-beta', phi='t2r')),
-    ('--recipe=hybrid --cache=9', HYBRID, WINDOWED),
-    ('--recipe=t2r', dict(distil='none', faster=1), dict(rule='sum', phi='t2r')),
-    ('--recipe=hybrid --overflow=', HYBRID, WINDOWED | dict(cache=64, overflow='')),
-    ('--recipe=cache', dict(distil='auto', faster=1, steps=1300), dict(rule='sink', cache=157)),
-    ('--rule=delta --distil=mse', dict(distil='mse'), dict(rule='delta')),
-    ('--recipe=hybrid --rule=window', HYBRID, WINDOWED | dict(rule='window', cache=64)),
-    ('--layers=softmax,gla', {}, dict(rule='sum', layers='softmax,gla'))])
-def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(given, way, changes, a_model,
-                                                                               monkeypatch):
-    teacher = load(a_model('--rule=softmax'))[0]
-    given, found = convert.by_recipe(*convert.flags_of(given.split()), teacher)
-    args = convert.Args(**given)
-    lr = (.03 if 'cache' in found else .25) / 16
-    expected = dict(distil='hidden', faster=5, lr=lr, steps=1000, batch_size=4, row=16) | way
-    assert found == changes and {name: getattr(args, name) for name in expected} == expected
-    monkeypatch.setattr(starts, 'SMALL', 0)
-    given, found = convert.by_recipe(dict(steps=7), dict(cache=3), teacher)
-    expected = dict(distil='mse', faster=20, lr=1e-4, steps=7, batch_size=1, eval_rows=16, row=16)
-    assert {name: given[name] for name in expected} == expected
-    assert found == dict(rule='gla-beta', gate_rank=16, cache=3)
-    assert starts.is_large(teacher)
-    teacher.task = 'classify'
-    assert convert.by_recipe({}, {}, teacher)[0]['eval_rows'] == 500                # one target a row
-    for pos, positions in ('rope', 'compress'), ('learned', None):                  # only rope can be turned otherwise
-        teacher.config.pos = pos
-        assert convert.by_recipe(dict(recipe='hybrid'), {}, teacher)[1].get('positions') == positions
-    given, _ = convert.by_recipe(dict(recipe='hybrid', lora=8), {}, teacher)        # new ones: as without LoRA
-    assert (given['lr'], given['faster']) == (pytest.approx(.3 / 16), 2)
-
-@pytest.mark.parametrize('changes, memory', [
-    (dict(rule='gla', phi='hedgehog'), 6), (dict(rule='decay'), 6), (dict(rule='gated_delta'), 6),
-    (dict(rule='sink', cache=4, sinks=1, overflow='gla:hedgehog'), 16),
-    (dict(rule='sink', cache=4, sinks=1, overflow='gated:slots:4'), 16)])
-def test_gates_begin_with_the_memory_of_their_heads(changes, memory, a_model, monkeypatch):
-    """Heads look 5 steps back: f^5 is there after 6 steps. Beside a cache, a row is remembered. The first slot
-    begins as the first key."""
-    teacher, x = load(a_model('--rule=softmax'))[0], torch.randint(256, (2, 16))
-    far = torch.zeros(16, 16)
-    far[5:, :-5] = torch.eye(11)
-    monkeypatch.setattr(watch.Seen, 'weights', lambda *_: far.expand(2, 2, 16, 16))
-    student, new = convert.swap(teacher, changes)
-    before = student.state_dict()[next(name for name in new if 'bias_f' in name)].clone()
-    convert.begin_as(teacher, student, x)
-    for seen, block in zip(through(teacher, x), student.blocks):
-        matrix = getattr(block.mixer.memory, 'overflow', None) or block.mixer.memory
-        if 'slots' in matrix.spec:
-            near(F.cosine_similarity(matrix.phi.weight[:, 0], seen.k[0, :, 0], dim=-1), torch.ones(2), 1e-5)
-        gates = matrix.gates
-        assert not gates.proj.weight.any() and not torch.equal(gates.bias_f, before)
-        found = gates(torch.randn(2, 16, 16))
-        for name in {'log_f', 'log_z'} & found.keys():
-            near(found[name].exp(), torch.full_like(found[name], 1 - 1 / memory), 1e-5)
-
-@pytest.mark.parametrize('rule, first, reach, positions', [
-    ('window', 0, 4, 'true'), ('sink', 1, 3, 'true'), ('sink', 1, 3, 'compress')])
-def test_a_matrix_beside_rows_begins_with_the_weight_of_what_it_holds(rule, first, reach, positions, a_model):
-    """4 rows, of which a sink keeps the first: by keys and features one by one; a ridge regression over steps, as
-    least squares with a row more per channel."""
-    teacher, x = load(a_model('--rule=softmax', '--pos=rope'))[0].double(), torch.randint(256, (1, 9))
-    changes = dict(rule=rule, cache=4, sinks=1, overflow='sum:hedgehog', positions=positions)
-    student = convert.swap(teacher, changes)[0].double()
-    convert.begin_as(teacher, student, x)
-    for seen, block in zip(through(teacher, x), student.blocks):
-        q, k, memory = seen.q, seen.k, block.mixer.memory       # with the rope of true positions
-        features = memory.overflow.phi
-        logs = []
-        for t in range(first + reach, 9):
-            held = k[0, :, first:t - reach + 1]
-            wanted = (q[0, :, t, None] * held / q.shape[-1] ** .5).sum(-1).exp().sum(1)
-            found = (features(q)[0, :, t, None] * features(held[None])[0]).sum(-1).sum(1)
-            logs.append((wanted / found).log())
-        u, logs = seen.u[0, first + reach:], torch.stack(logs)
-        far, spread = u - u.mean(0), logs - logs.mean(0)
-        more = (begin.RIDGE * far.square().sum(0).mean()).sqrt() * torch.eye(16).double()
-        W = torch.linalg.lstsq(torch.cat([far, more]), torch.cat([spread, 0 * more[:, :2]])).solution
-        near(memory.log_mass(u), logs.mean(0) + far @ W, 1e-6)
-
-@pytest.mark.parametrize('kind', ['ce', 'hidden'])
-def test_stage_1_trains_what_it_may_and_never_the_teacher(kind, a_model, tmp_path, monkeypatch):
-    """Parameters that are new; for `hidden`, all of the mixers that have some. Of a teacher that has gates
-    itself, which stay as they are."""
-    teacher = a_model('--layers=gla,softmax', '--norm=attn', '--phi=hedgehog')
-    distil, whole = convert.distil, load(teacher)[0].state_dict()
-
-    def watched(run, model, student, names, *rest):
-        before = {name: x.detach().clone() for name, x in student.named_parameters()}
-        distil(run, model, student, names, *rest)
-        close(dict(model.state_dict()), dict(whole), 0)
-        moved = {name for name, x in student.named_parameters() if not torch.equal(x, before[name])}
-        mixer = {name for name in before if name.startswith('blocks.1.mixer.')}
-        assert moved == names == (mixer if kind == 'hidden' else before.keys() - whole.keys())
-        assert names <= mixer
-    monkeypatch.setattr(convert, 'distil', watched)
-    converted(teacher, tmp_path, f'--distil={kind}', '--layers=gla,gla', '--controls=false')
-
-@pytest.mark.parametrize('at', [4, 9])
-def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, a_model, tmp_path, monkeypatch, capsys):
-    """Stopped in stage 1, where all of the mixer learns, and in the controls, after a stage 2 with everything
-    that is drawn. No step is saved twice: each stage goes on from its last save."""
-    mine, cut, batch = tmp_path / 'teacher.safetensors', f'--out={tmp_path / "cut"}', Rows.batch
-    shutil.copy(teacher, mine)
-    flags = [f'--from={mine}', *'--steps=4 --distil_steps=6 --eval_rows=4 --eval_every=2 --seed=3'.split()]
-    flags += '--lora=2 --phi=favor --layers=softmax,sum'.split() if at == 9 else ['--controls=false']
-
-    def found(name):
-        told = json.loads((tmp_path / name / 'convert.json').read_text())
-        steps = [(row['stage'], row['step'], 'tokens' in row) for row in log(tmp_path / name) if 'stage' in row]
-        return told['table'], told['layers'], steps
-    calls = iter(range(at))
-
-    def stop(*args):
-        if next(calls, None) is None:
-            if at < 9:
-                raise KeyboardInterrupt                         # at once
-            os.kill(os.getpid(), signal.SIGINT)                 # after the step
-        return batch(*args)
-    assert convert.main([*flags, f'--out={tmp_path / "whole"}']) == 0
-    with monkeypatch.context() as m:
-        m.setattr(Rows, 'batch', stop)
-        assert convert.main([*flags, cut]) == 130
-    assert len(stages.checkpoints(tmp_path / 'cut')) == 1 + 2 * (at == 9)
-    assert 'began' in refused(capsys, convert.main, '--resume', '--steps=5', cut)
-    shutil.copy(a_model('--rule=softmax', '--pos=rope'), mine)
-    assert 'the teacher is not' in refused(capsys, convert.main, '--resume', cut)
-    shutil.copy(teacher, mine)
-    assert convert.main(['--resume', cut]) == 0
-    assert found('cut') == found('whole') and same(*tmp_path.glob('*/ckpt.safetensors'))
-    assert 'was stopped' in refused(capsys, convert.main, '--resume', cut)
-
-def test_a_model_does_not_diverge_from_itself(teacher, tmp_path):
-    """In what it says: --loss=kl."""
-    model, meta = load(teacher)
-    *sides, of_data = prepare.load_set(meta['args']['data'])
-    data = made_rows(*sides, of_data, 16, torch.device('cpu'), 4)
-    run = stages.Conversion(convert.Args(from_=teacher, out=str(tmp_path), eval_rows=4), model, data, {})
-    run.judge.add_line('teacher', model)
-    convert.finetune(run, 'itself', model, 2, 0.0, teacher=model)
-    assert abs(log(tmp_path)[-1]['loss']) < 1e-6
-
-PADDED = dict(source=4, pad=255)
-
-@pytest.mark.parametrize('phi, more', [
-    ('t2r', dict(n_kv_head=1)), ('t2r:5', dict(bias=True)), ('t2r-scaled:11', dict(layers='sum,softmax', pos='none')),
-    ('t2r-scaled:3', dict(encoder=1, **PADDED))])
-def test_folding_t2r_is_an_identity(phi, more, tmp_path):
-    """For as many features as channels, fewer and more; also of what was written and read again."""
-    how = dict(rule='sum', phi=phi, pos='learned') | more
-    model, tokens = small(**how), torch.randint(255, (2, 9))
-    folded = fold.fold(model)
-    m = model.blocks[0].mixer.memory.phi.feature_dim
-    assert len(folded.blocks[0].mixer.qkv.weight) == 2 * m + more.get('n_kv_head', 2) * (m + 8)
-    data = Data('byte', 256, **{name: more[name] for name in more if name in PADDED})
-    save(tmp_path / 'folded.safetensors', folded, dict(data=data))
-    for one in folded, load(tmp_path / 'folded.safetensors')[0]:
-        near(one(tokens)[0], model(tokens)[0], 1e-12)
-    near(model_in_parts(folded, tokens, [5])[0], model(tokens)[0], 1e-12)
-    with pytest.raises(ValueError, match='no rope'):
-        fold.fold(small(**how | dict(pos='rope')))
-
-@pytest.mark.parametrize('more', [{}, dict(n_kv_head=1, pos='rope', bias=True),
-                                  dict(encoder=1, **PADDED)], ids=['plain', 'grouped', 'cross'])
-def test_lora_begins_as_nothing_and_ends_in_the_weights(more):
-    """Each of q, k, v and o has an A and a B of its own; beside them only what is new learns."""
-    model, tokens = small(rule='sum', phi='hedgehog', conv=0, **more), torch.randint(255, (2, 9))
-    before, weights = model(tokens)[0], set(model.state_dict())
-    new = {name for name in weights if 'phi.' in name}
-    adapted = lora.adapt(model, 3, new)
-    model.double()
-    near(model(tokens)[0], before, 0)
-    model(tokens)[0].square().sum().backward()
-    learn = {name: p for name, p in model.named_parameters() if p.grad is not None}
-    adapters = {name: p for name, p in learn.items() if name.split('.')[-2] in 'AB'}
-    assert learn.keys() - adapters.keys() == new
-    shared = 16 if 'n_kv_head' not in more else 8
-    many = sum(3 * (16 + out) for out in (16, shared, shared, 16)) * len(model.mixers())
-    assert sum(p.numel() for p in adapters.values()) == many
-    for p in adapters.values():
-        p.data.normal_()
-    after = model(tokens)[0].detach()
-    assert (after - before).abs().max() > .1
-    lora.merge_lora(adapted)
-    near(model(tokens)[0], after, 1e-12)
-    assert set(model.state_dict()) == weights
-
-LLAMA31 = dict(rope_type='llama3', factor=8.0, low_freq_factor=.02, high_freq_factor=1.5,
-               original_max_position_embeddings=10)
-
-def examples(kind):
-    """What `by_hand` takes, the tokens of it, and which places are none of padding."""
-    if kind in EMBEDS:
-        tokens = torch.randint(30, (2, 11))
-        return tokens, tokens, tokens >= 0
-    if kind == 'vit':
-        x = torch.randint(256, (3, 3, 8, 8))
-        tokens = F.unfold(x.float(), 4, stride=4).mT.flatten(1)     # a patch: channel, row, column
-        return x, tokens, torch.ones(3, 5, dtype=torch.bool)
-    tokens = torch.randint(4, 300, (3, 11))
-    tokens[1, 6:] = tokens[2, 1:] = 3
-    return tokens, tokens, tokens != 3
-
-NAMES = dict(gpt2='GPT2LMHeadModel', llama='LlamaForCausalLM', bert='BertForSequenceClassification')
-
-@pytest.mark.parametrize('kind, how', [
-    ('gpt2', {}), ('gpt2', dict(prefix=False)), ('gpt2', dict(tied=False, shards=3, dtype=torch.bfloat16)),
-    ('llama', {}), ('llama', dict(tied=False, groups=2, rope_theta=5e5)),
-    ('llama', dict(groups=4, rope_parameters=dict(rope_theta=1e3))), ('llama', dict(rope_scaling=LLAMA31)),
-    ('llama', dict(rope_parameters=dict(LLAMA31, rope_theta=1e3))),
-    ('bert', {}), ('bert', dict(prefix=False, classes=0, old=True)),
-    ('vit', {}), ('vit', dict(prefix=False, classes=0))])
-def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path):
-    """Each place and the logits: loaded, written and loaded again, with bounded rows, and step by step."""
-    last, logits = in_hub_layout(tmp_path, kind, **how)
-    x, tokens, there = examples(kind)
-    model, meta = load(tmp_path)
-    models = [model]
-    write = partial(folders.to_folder, tmp_path / 'again', model.state_dict(),
-                    model_files.whole_config(model.config), meta['data'])
-    writable = kind != 'vit' and 'old' not in how               # the old BERT has no pooler
-    if writable:
-        write()
-        again, meta_again = load(tmp_path / 'again')
-        models.append(again)
-    else:
-        with pytest.raises(ValueError, match='Olmo Hybrid, BERT with its pooler alone'):
-            write()
-    if kind in EMBEDS:
-        positions = 'compress' if kind == 'llama' else 'true'       # no gap is long enough
-        models.append(load(tmp_path, rule='tova', cache=11, positions=positions)[0])
-        models.append(load(tmp_path, rule='window', cache=11, overflow='sum')[0])
-    with torch.no_grad():
-        for found in models:
-            near(found.eval().hidden(tokens)[0][there], last(x)[there], 1e-5)
-            if how.get('classes', 3):
-                near(found(tokens)[0], logits(x), 1e-5)
-        if kind in EMBEDS:
-            near(model_in_parts(model, tokens, range(1, 11))[0], logits(x), 1e-5)
-    assert getattr(model.config, 'pooler', False) == (kind == 'bert' and writable)
-    assert getattr(model.config, 'pad', None) == (3 if kind == 'bert' else None)
-    assert meta['data'].vocab_size == dict(bert=300, vit=256).get(kind, 30)
-    if not writable:
-        return
-    given, raw = (json.loads((path / 'config.json').read_text()) for path in (tmp_path, tmp_path / 'again'))
-    assert raw['model_type'] == kind and raw['architectures'] == [NAMES[kind]]
-    assert kind != 'gpt2' or raw['activation_function'] == 'gelu_new'
-    if kind in EMBEDS:                                          # 10 positions are not 10.0, says transformers
-        assert all(repr(raw[key]) == repr(value) for key, value in given.items() if key in raw)
-    assert raw.get('num_key_value_heads') == (how.get('groups', 1) if kind == 'llama' else None)
-    assert meta_again['data'].pad == getattr(model.config, 'pad', None)
-
-@pytest.mark.parametrize('rule', [*pretrained.PUBLISHED])
-def test_a_rule_is_trained_as_published(rule, tmp_path, text, capsys):
-    """Step by step it computes the same, and nothing of the paper is left out of the file."""
-    run = f'--out={tmp_path}', f'--data={text}', '--steps=1', *TINY, '--published'
-    assert train.main([f'--layers={rule},softmax', *run]) == 0
-    model = load(tmp_path / 'ckpt.safetensors')[0].double()
-    for field, value in pretrained.PUBLISHED[rule].items():
-        assert getattr(model.config, field) == value
-    tokens = torch.randint(256, (2, 13))
-    near(model_in_parts(model, tokens, range(1, 13))[0], model(tokens)[0])
-    mixer = model.blocks[0].mixer
-    assert (mixer.conv is None) == (rule in ('gla', 'retention')) and isinstance(mixer.out_norm, torch.nn.RMSNorm)
-    assert (mixer.gate is None) == (rule == 'delta')
-    assert 'take one of delta' in refused(capsys, train.main, '--rule=sum', *run)
-
-def of_transformers(path, name, config, **sizes):
-    """A layer of transformers with random weights; its gates decay by up to e^-28 a step."""
-    hf, module = pytest.importorskip('transformers'), pytest.importorskip(f'transformers.models.{path}')
-    torch.manual_seed(0)
-    layer = getattr(module, name)(getattr(hf, config)(num_hidden_layers=4, **sizes), 0)
-    for part, p in layer.named_parameters():
-        p.data = torch.randn(p.shape) / p.shape[-1] ** .5 + 2 * part.endswith('A_log') + (part[-11:] == 'norm.weight')
-    return layer
-
-@torch.no_grad()
-def test_the_layer_of_kimi_linear_is_kda():
-    theirs = of_transformers('kimi_linear.modeling_kimi_linear', 'KimiLinearDeltaAttention', 'KimiLinearConfig',
-                             hidden_size=24, linear_head_dim=6, linear_num_heads=4)
-    x = torch.randn(2, 70, 24)
-    conv = model_py.Conv(72, 4)
-    conv.weight = torch.nn.Parameter(theirs.conv1d.weight[:, 0].T)
-    y = F.silu(conv(torch.cat([theirs.q_proj(x), theirs.k_proj(x), theirs.v_proj(x)], -1))[0])
-    q, k, v = (model_py.by_head(part, 6) for part in y.chunk(3, -1))
-    beta = theirs.b_proj(x).sigmoid().mT
-    o, _ = recurrent(l2(q) / 6 ** .5, l2(k), v, beta, beta, theirs.forget_gate(x).transpose(1, 2))
-    o = F.rms_norm(o.transpose(1, 2), (6,), theirs.o_norm.weight, theirs.o_norm.variance_epsilon)
-    gate = theirs.g_b_proj(theirs.g_a_proj(x)).sigmoid()
-    near(theirs.o_proj(o.flatten(2) * gate), theirs(x), 1e-5)
-
-@torch.no_grad()
-def test_the_layer_of_minimax_is_retention():
-    theirs = of_transformers('minimax.modeling_minimax', 'MiniMaxLightningAttention', 'MiniMaxConfig',
-                             hidden_size=24, num_attention_heads=4, head_dim=6, block_size=32)
-    x = torch.randn(2, 70, 24)
-    q, k, v = F.silu(theirs.qkv_proj(x)).view(2, 70, 4, 18).transpose(1, 2).chunk(3, -1)
-    o, _ = recurrent(q, k, v, log_f=-theirs.slope_rate.expand(2, -1, 70, 1))
-    o = theirs.norm(o.transpose(1, 2).flatten(2)) * theirs.output_gate(x).sigmoid()
-    near(theirs.out_proj(o), theirs(x, None, None)[0], 1e-5)
-
-@torch.no_grad()
-def test_the_layer_of_mamba_2_shares_keys_and_has_a_skip():
-    """Up to its norm, which comes after the gate there, and the bias of its convolution."""
-    theirs = of_transformers('mamba2.modeling_mamba2', 'Mamba2Mixer', 'Mamba2Config', hidden_size=24, num_heads=4,
-                             head_dim=12, state_size=6, n_groups=2, chunk_size=32, use_conv_bias=False).eval()
-    config = Config(rule='mamba2', n_embd=24, n_head=4, key_heads=2, key_dim=6, value_dim=12, qkv_conv=4,
-                    phi='identity', skip=True, out_norm=False)
-    mixer = pretrained.PretrainedMixer(config, 'mamba2')
-    gate, v, k, q, dt = theirs.in_proj.weight.split([48, 48, 12, 12, 4])
-    v_conv, k_conv, q_conv = theirs.conv1d.weight[:, 0].split([48, 12, 12])
-    given = {'qkv.weight': torch.cat([q, k, v]), 'conv.weight': torch.cat([q_conv, k_conv, v_conv]).T,
-             'memory.gates.proj.weight': dt, 'memory.gates.log_rate': theirs.A_log.view(-1, 1, 1),
-             'memory.gates.bias_f': theirs.dt_bias.view(-1, 1, 1), 'memory.skip': theirs.D.view(-1, 1, 1),
-             'proj.weight': theirs.out_proj.weight}
-    mixer.load_state_dict(given)
-    x = torch.randn(2, 70, 24)
-    o = mixer.merge(mixer.memory(x, *mixer.project(x))[0])
-    near(theirs.out_proj(theirs.norm(o, x @ gate.T)), theirs(x), 1e-5)
-
-def test_the_rule_of_rwkv_7_is_two_writes_a_token():
-    """S_t = S_{t-1} (diag(w) - c (a c)^T) + v k^T, |c| = 1. Peng 2025, arXiv:2503.14456: the first write, with the
-    key a c, forgets and erases what S_{t-1} has for c, the second adds v for k."""
-    r, k, c, a, w = torch.randn(5, 2, 3, 13, 6, dtype=f64)
-    v, c, a, w = torch.randn(2, 3, 13, 5, dtype=f64), l2(c), a.sigmoid(), torch.exp(-math.exp(-.5) * w.sigmoid())
-    S, o = torch.zeros(2, 3, 5, 6, dtype=f64), []
-    for t in range(13):
-        erased = (S @ c[:, :, t, :, None]) * (a * c)[:, :, t, None]
-        S = S * w[:, :, t, None] - erased + v[:, :, t, :, None] * k[:, :, t, None]
-        o.append((S @ r[:, :, t, :, None])[..., 0])
-    at = partial(writes.spread, n=2)
-    for form in recurrent, chunked:
-        found, S_found = form(at(r, i=1), at(a * c, i=0) + at(k, i=1), at(v, i=1), erase=at(1 / (a * w), i=0),
-                              log_f=at(w.log(), i=0))
-        near([found[:, :, 1::2], S_found], [torch.stack(o, 2), S])
-
-def test_the_rule_of_comba_is_a_gated_delta_of_two_strengths():
-    """S_t = S_{t-1} (a - b beta k k^T) + beta v k^T, o_t = S_t (q - d k), |k| = 1, numbers a, b, d. Hu 2025,
-    arXiv:2506.02475. It erases from S_{t-1} before it forgets, so our erase is b beta / a."""
-    (q, k), v = torch.randn(2, 2, 3, 13, 6, dtype=f64), torch.randn(2, 3, 13, 5, dtype=f64)
-    a, beta = torch.randn(2, 2, 3, 13, 1, dtype=f64).sigmoid()
-    k, b, d = l2(k), .6, .3
-    S, o = torch.zeros(2, 3, 5, 6, dtype=f64), []
-    for t in range(13):
-        keep = a[:, :, t, None] * torch.eye(6, dtype=f64)
-        S = S @ (keep - b * beta[:, :, t, None] * k[:, :, t, :, None] * k[:, :, t, None])
-        S = S + beta[:, :, t, None] * v[:, :, t, :, None] * k[:, :, t, None]
-        o.append((S @ (q - d * k)[:, :, t, :, None])[..., 0])
-    for form in recurrent, chunked:
-        near(form(q - d * k, k, v, beta, b * beta / a, a.log()), [torch.stack(o, 2), S])
-
-LLAMAS = 'llama', 'mistral', 'qwen2', 'qwen3', 'qwen3_5_text', 'olmo_hybrid'
-
-@pytest.mark.parametrize('kind', LLAMAS)
-def test_models_that_people_run_are_read_tuned_and_written(kind, tmp_path, capsys, text):
-    """Of odd sizes: a whole text, pieces, step by step, with bounded rows, and greedy text are theirs; so are
-    the logits of what train.py makes of it and convert.py writes. Parts of the whole Qwen3.5 are skipped."""
-    hf = pytest.importorskip('transformers')
-    data = a_talker(tmp_path / 'a', family=kind, groups=2, tied=False, dtype=torch.bfloat16)
-    tokens = torch.randint(data.vocab_size, (2, 75))
-
-    def theirs(folder):
-        return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-    def logits(folder):
-        with torch.no_grad():
-            return theirs(folder)(tokens).logits
-
-    wanted, model = logits(tmp_path / 'a'), load(tmp_path / 'a')[0]
-    models = [model]
-    if 'window' not in model.config.rules:
-        models.append(load(tmp_path / 'a', rule='h2o', cache=75)[0])
-    if kind == 'qwen3_5_text':
-        folder = shutil.copytree(tmp_path / 'a', tmp_path / 'whole')
-        raw = json.loads((folder / 'config.json').read_text())
-        put(folder, 'config.json', json.dumps(dict(model_type='qwen3_5', text_config=raw, vision_config={})))
-        tensors = load_file(folder / 'model.safetensors')
-        tensors = {name.replace('model.', 'model.language_model.'): x for name, x in tensors.items()}
-        more = {'model.visual.blocks.0.a': torch.ones(2), 'mtp.norm.weight': torch.ones(2)}
-        save_file(tensors | more, folder / 'model.safetensors')
-        capsys.readouterr()
-        models.append(load(folder)[0])
-        assert '2 tensors not used, such as model.visual.blocks.0.a' in capsys.readouterr().err
-    with torch.no_grad():
-        for found in models:
-            for cuts in [], [1, 31, 32], range(1, 75):
-                near(model_in_parts(found, tokens, cuts)[0], wanted, 1e-4 * wanted.std() / wanted.abs().max())
-    rounded, low = load(tmp_path / 'a')[0], load(tmp_path / 'a', dtype=torch.bfloat16)[0]
-    model_files.round_weights(rounded)
-    assert all(torch.equal(x, rounded.state_dict()[name]) for name, x in low.state_dict().items())
-    row = vocabulary.with_bos(vocabulary.encode('the quick', data), data)
-    says = theirs(tmp_path / 'a').generate(torch.tensor([row]), do_sample=False, max_new_tokens=5, eos_token_id=None)
-    greedy = f'--init={tmp_path}/a', '--prompt=the quick', '--tokens=5', '--temperature=0'
-    assert vocabulary.decode(says[0, len(row):].tolist(), data) in written(capsys, *greedy)[0]
-    written(capsys, *greedy, '--rule=h2o', '--cache=4', f'--html={tmp_path}/page.html')
-    run = f'--init={tmp_path}/a', f'--data={text}', '--steps=1', '--block_size=16', f'--out={tmp_path}/o', '--device=cpu'
-    assert train.main([*run]) == 0
-    assert convert.main([f'--from={tmp_path}/o/ckpt.safetensors', f'--export={tmp_path}/b']) == 0
-    tuned = load(tmp_path / 'o' / 'ckpt.safetensors')[0]
-    near(tuned(tokens)[0], logits(tmp_path / 'b'), 1e-4)
-    assert (tuned(tokens)[0] - wanted).abs().max() > 1e-3
-
-def test_a_qwen3_becomes_an_rnn(tmp_path, text):
-    """Its norms of q and k go along, into caches and into matrices."""
-    a_talker(tmp_path / 'a', family='qwen3', groups=2)
-    for recipe in '--recipe=hybrid', '--recipe=pure':
-        found = converted(tmp_path / 'a', tmp_path / 'o', f'--data={text}', '--row=100', '--steps=2', recipe, '--controls=false')
-        assert found['table'] and load(tmp_path / 'o' / 'ckpt.safetensors')[0].blocks[1].mixer.q_norm is not None
-
-DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; what it is now; what is said
-    ('llama', 'rope_scaling', dict(rope_type='yarn'), 'rope of type yarn'),
-    ('qwen3', 'head_dim', 7, 'rope rotates pairs'),
-    ('qwen2', 'layer_types', ['full_attention'], 'layer_types: 1 of full_attention, expected 2 of'),
-    ('mistral', 'layer_types', ['full_attention'] * 2, 'expected None'),
-    ('llama', 'partial_rotary_factor', .5, 'partial_rotary_factor 0.5, expected 1'),
-    ('olmo_hybrid', 'rope_parameters', dict(rope_theta=5e5), 'config.json: rope_theta 500000.0, expected None'),
-    ('olmo_hybrid', 'linear_allow_neg_eigval', False, 'linear_allow_neg_eigval False, expected True'),
-    ('bert', 'id2label', 'rain', 'not as the hub has it'),
-    ('llama', 'model_type', 'mamba', 'model_type mamba'),
-    ('gpt2', 'scale_attn_weights', False, 'attn_weights False'),
-    ('gpt2', 'n_layer', 0, '--n_layer=0: expected a whole number, at least 1'),
-    ('bert', 'architectures', ['BertForTokenClassification'], 'TokenC'),
-    ('vit', 'image_size', 9, 'position_embeddings has shape'),
-    ('llama', 'model.layers.1.mlp.up_proj.weight', None, 'mlp.up_proj.weight is missing in model.safetensors'),
-    ('gpt2', 'transformer.h.0.mlp.c_fc.weight', (12, 16), 'shape (12, 16), expected (16, 12)'),
-    ('bert', 'classifier.weight', (1, 16), 'one row'), ('llama', 'config.json', b'[]', 'not as the hub has it'),
-    ('llama', 'tokenizer.json', b'{}', 'no description of a tokenizer'),
-    ('llama', 'tokenizer_config.json', b'{"chat_template": ["x"]}', 'not as the hub has it (AttributeError'),
-    ('vit', 'preprocessor_config.json', b'{"image_mean": [0.485]}', 'image_mean is [0.485]'),
-    ('gpt2', 'model.safetensors', None, 'No such file')]
-
-@pytest.mark.parametrize('kind, what, value, why', DAMAGED, ids=[f'{row[0]} {row[3]}' for row in DAMAGED])
-def test_models_of_the_hub_that_are_damaged_or_others_are_refused(kind, what, value, why, tmp_path, capsys):
-    if what == 'tokenizer.json':
-        pytest.importorskip('tokenizers')
-    path = tmp_path / 'model.safetensors'
-    in_hub_layout(tmp_path, kind, **{} if '.' in what else {what: value})
-    if isinstance(value, bytes):
-        (tmp_path / what).write_bytes(value)
-    elif what == path.name:
-        path.unlink()
-    elif '.' in what:
-        tensors = load_file(path)
-        del tensors[what]
-        save_file(tensors if value is None else tensors | {what: torch.zeros(value)}, path)
-    assert why in refused(capsys, convert.main, f'--from={tmp_path}')
-
-def test_an_encoder_of_the_hub_learns_the_classes_of_a_task(tmp_path, capsys):
-    """Shorter rows than its own; --lr=0 leaves all but the new head as it came."""
-    in_hub_layout(tmp_path / 'bert', 'bert', classes=0)
-    in_hub_layout(tmp_path / 'three', 'bert', classes=3)
-    x, y = np.tile(np.arange(10, 18), (12, 1)), np.full((12, 8), 300)
-    y[:, -1] = [0, 1, 2, 3, 0, 1] * 2
-    (tmp_path / 'task').mkdir()
-    data = made(tmp_path / 'task', x, y, [6, 12], vocab_size=300, ignore=300, pad=3, classes=4)
-    run = '--steps=2', '--batch_size=2', '--device=cpu', '--threads=1', f'--out={tmp_path / "out"}'
-    assert train.main([f'--init={tmp_path / "bert"}', f'--data={data}', '--lr=0', *run]) == 0
-    path = tmp_path / 'out' / 'ckpt.safetensors'
-    given, found = load(tmp_path / 'bert')[0], load(path)[0]
-    assert found.head.weight.shape == (4, 16) and found.config.block_size == 16
-    close({n: x for n, x in found.state_dict().items() if 'head' not in n}, dict(given.state_dict()), 0)
-    again = written(capsys, '--resume', '--steps=3', f'--out={tmp_path / "out"}', main=train.main)
-    assert f'next: python sample.py --init={path} --prompt="..."' in again[0]
-    in_hub_layout(tmp_path / 'four', 'bert', classes=4, id2label={'1': 'rain', '3': 'snow'})
-    assert train.main([f'--init={tmp_path / "four"}', f'--data={data}', '--lr=0', *run]) == 0
-    for model, named in ('four', True), ('out/ckpt.safetensors', False):    # not those of another task
-        said = written(capsys, f'--init={tmp_path}/{model}', '--prompt=7 8')[0]
-        assert all((name in said) == named for name in ('LABEL_0', 'rain', 'snow')) and 'class 2' in said
-    again = [f'--init={tmp_path}/out/ckpt.safetensors', f'--out={tmp_path}/again', '--steps=1', '--device=cpu']
-    assert train.main(again) == 0 and 'not called' not in capsys.readouterr().out
-    assert convert.main([f'--from={tmp_path}/four', f'--export={tmp_path / "e"}']) == 0
-    raw = json.loads((tmp_path / 'e' / 'config.json').read_text())
-    assert list(raw['id2label'].values()) == list(raw['label2id']) == ['LABEL_0', 'rain', 'LABEL_2', 'snow']
-    assert 'give --data' in refused(capsys, train.main, f'--init={tmp_path / "bert"}', *run)
-    for model, name, why in ('three', data, 'head.weight'), ('bert', 'recall', 'the tokens'):
-        assert why in refused(capsys, train.main, f'--init={tmp_path / model}', f'--data={name}', *run)
-    flags = f'--init={tmp_path / "bert"}', '--prompt=7 8', '--temperature=0'
-    assert 'of lines 0<TAB>text' in refused(capsys, sample.main, *flags)
-
-def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkeypatch, capsys):
-    """[CLS] and [SEP] of a WordPiece tokenizer.json, also where the text is cut off."""
-    words = '[UNK] [CLS] [SEP] [PAD] quick ##er fox'.split()
-    in_hub_layout(tmp_path, 'bert')
-    put(tmp_path, 'tokenizer.json', word_pieces(words, '[CLS] $A [SEP]', [('[CLS]', 1), ('[SEP]', 2)]))
-    data = load(tmp_path)[1]['data']
-    assert data.bos is None                                     # rows of a text are no whole texts
-    data.labels = ['sun', 'rain']
-    monkeypatch.setattr(answers, 'classes_of', Mock(return_value=[(1, .7081), (0, .2919)]))
-    for given, rows, out in (
-            ('quicker fox', [[1, 4, 5, 6, 2]], 'class 1 (rain): 70.8%\nclass 0 (sun): 29.2%\n'),
-            ('quick\n\n fox\n', [[1, 4, 2], [1, 6, 2]], 'rain\t0.708\tquick\nrain\t0.708\tfox\n')):
-        answers.classes_of.reset_mock()
-        answers.classify(sample.Args(prompt=given, lines=len(rows) > 1), None, {'data': data})
-        assert [call.args[1] for call in answers.classes_of.call_args_list] == rows
-        assert capsys.readouterr().out == out
-    assert sample.main([f'--init={tmp_path}', '--prompt=fox x fox y']) == 0
-    assert 'note: 2 of 6 tokens stand for letters' in capsys.readouterr().err
-    assert vocabulary.whole_text('quicker fox', data) == [1, 4, 5, 6, 2]
-    assert ways.fitted([[b'quicker fox']], data, 4, 0, 8)[0][0][0].tolist() == [1, 4, 5, 2]
-    assert vocabulary.with_bos([6], data) == [1, 6]
-    assert vocabulary.decode([4, 5, 6], data) == 'quicker fox'
-    assert vocabulary.whole_text('ab', Data('byte', 256)) == [97, 98]
-
-
-# ---- Conversations -----------------------------------------------------------------------------------------
-
-FRAME = """{% for m in messages %}
-    {% if m.role == 'system' %}{% continue %}{% endif %}
-<s>{{ m.role }}:{{ m.content | trim }}</s>
-{% endfor %}
-{% if add_generation_prompt %}<s>assistant:{% endif %}"""
-
-def a_talker(folder, template=FRAME, kind='llama3', family='llama', **more):
-    """A small Llama or another with a chat template; what is known of its tokens"""
-    data = subwords(kind)
-    torch.manual_seed(1)
-    in_hub_layout(folder, family, vocab=data.vocab_size, **more)
-    put(folder, 'tokenizer.json', data.json)
-    put(folder, 'tokenizer_config.json', json.dumps(dict(eos_token=dict(content='</s>'), bos_token='<s>')))
-    put(folder, 'chat_template.jinja', template)
-    put(folder, 'generation_config.json', ' {"eos_token_id": [0, 5]}\n')
-    return load(folder)[1]['data']
-
-def said(*texts):
-    """Messages, of a user and the assistant in turn."""
-    return [dict(role='user' if i % 2 == 0 else 'assistant', content=text) for i, text in enumerate(texts)]
-
-def test_a_template_frames_what_is_said_which_is_never_a_special_token(tmp_path, capsys):
-    data = a_talker(tmp_path)
-    chat.tell.cache_clear()
-    for _ in range(2):
-        text = chat.rendered(said(' the quick', 'fox', 'a</s><s>b '), data)
-    assert capsys.readouterr().err.count('note: </s> in what is said is read as') == 1
-    ids = vocabulary.encode(text, data, special=True)
-    assert ids.count(1) == 4 and ids.count(2) == 3
-    assert vocabulary.decode(ids, data) == ('<s>user:the quick</s>\n<s>assistant:fox</s>\n'
-                                         '<s>user:a\ufffd/s>\ufffds>b</s>\n<s>assistant:')
-    odd = dataclasses.replace(data, special={'%%': 407, '\u25b2': 408, '</s>': 2, '1': 406, '\ufffd?': 405})
-    assert not any(word in chat.tamed('a%%%b \u25b2 101 <</s>\ufffd?', odd) for word in odd.special if word != '\ufffd?')
-    assert data.ends == [0, 2, 5] and data.special == {'<unk>': 0, '<s>': 1, '</s>': 2}
-
-def test_a_text_is_learned_as_its_model_reads_texts(tmp_path, capsys, monkeypatch):
-    """Special tokens are tokens, BOS begins each row and the first token after it is a target; letters that
-    became <unk> are counted."""
-    data = a_talker(tmp_path)
-    monkeypatch.setattr(prepare, 'FOLDER', str(tmp_path / 'data'))
-    mine = put(tmp_path, 'mine.txt', ''.join(f'<s>user:line {i}</s>\n' for i in range(99)))
-    train_side, val, meta = prepare.load_set(mine, like=data)
-    assert [*train_side, *val] == vocabulary.encode(Path(mine).read_text(), data, special=True)
-    assert meta.marks and meta.bos == data.bos == 1
-    model, T = load(tmp_path)[0], 16
-    rows_of_text = [val[i:i + T].tolist() for i in range(0, len(val), T)]
-    nats = [F.cross_entropy(model(torch.tensor([[1, *row[:-1]]]))[0][0], torch.tensor(row), reduction='none')
-            for row in rows_of_text]
-    data_rows = made_rows(train_side, val, meta, T, torch.device('cpu'))
-    assert train.evaluate(model, data_rows)[0] == pytest.approx(torch.cat(nats).mean().item(), abs=1e-5)
-    x, y = data_rows.batch(data_rows.starts(3), 0)
-    assert (x[:, 0] == 1).all() and torch.equal(x[:, 1:], y[:, :-1])
-    run = f'--init={tmp_path}', f'--data={mine}', '--steps=1', '--device=cpu', f'--out={tmp_path}/o'
-    assert train.main([*run, '--block_size=16', '--carry', '--batch_size=1']) == 0
-    assert load(tmp_path / 'o' / 'ckpt.safetensors')[1]['data'].bos is None     # rows that go on do not begin
-    pieces = Data('json', 293, json=word_pieces(['[UNK]', 'b', 'c']), marks=True)
-    prepare.load_set(put(tmp_path, 'lost.txt', 'b c x w1 y b\n' * 50), like=pieces)
-    assert '90 of 270 tokens stand for letters' in capsys.readouterr().err
-
-def test_chats_are_learned_in_the_models_template(tmp_path, capsys, monkeypatch):
-    """The answers and what ends them are the targets, as by hand; a user's special tokens become letters."""
-    hf = pytest.importorskip('transformers')
-    data = a_talker(tmp_path, max_position_embeddings=64)
-    monkeypatch.setattr(prepare, 'FOLDER', str(tmp_path / 'data'))
-    chats = [said(f'the {i}', 'quick', 'and</s>', 'jumps over') for i in range(20)]
-    lines = [json.dumps(dict(messages=messages)) for messages in chats]
-    mine = put(tmp_path, 'mine.jsonl', '\n'.join(lines))
-    train_side, val, meta = prepare.load_set(mine, like=data)
-    wide = meta.row
-    assert '18 of 18 conversations have answers' in capsys.readouterr().out and len(val) == 2 * 2 * meta.row
-    ids, targets = val.reshape(-1, 2, meta.row)[0]
-    frames = [f'<s>user:{chats[9][0]["content"]}</s>', '\n<s>assistant:', 'quick</s>', '\n<s>user:and\ufffd/s></s>',
-              '\n<s>assistant:', 'jumps over</s>', '\n']
-    frames = [vocabulary.encode(part, data, special=True) for part in frames]
-    whole = [*itertools.chain(*frames)]
-    assert ids[:len(whole)].tolist() == whole
-    wanted = [token if i in (2, 5) else meta.ignore for i, part in enumerate(frames) for token in part][1:]
-    assert targets[:len(wanted)].tolist() == wanted and set(targets[len(wanted):]) == {meta.ignore}
-    plain = said('the quick', 'fox')
-    put(tmp_path, 'tokenizer_config.json', '{"bos_token": "<s>", "eos_token": "</s>"}')
-    tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path)
-    assert chat.answered(plain, data, -1)[0] == tokenizer.apply_chat_template(plain, return_dict=True)['input_ids']
-    out = tmp_path / 'o'
-    assert train.main([f'--init={tmp_path}', f'--data={mine}', '--steps=1', '--device=cpu', f'--out={out}']) == 0
-    model, meta = load(out / 'ckpt.safetensors')                # and it reads any text, as before
-    assert meta['data'].kind == 'text' and meta['data'].template == data.template
-    converted(tmp_path, tmp_path / 'c', f'--data={mine}', '--recipe=t2r', '--controls=false')
-    short, _, cut = prepare.load_set(mine, like=dataclasses.replace(data, most=24))     # as --block_size=24
-    assert cut.row == 24 and (short.reshape(-1, 2, 24)[:, 0] == train_side.reshape(-1, 2, wide)[:, 0, :24]).all()
-    for name, text, flags, why in (
-            ('mine.jsonl', lines[0], [], 'that has such a template: --init=FOLDER'),
-            ('z.jsonl', '\n'.join(lines[:9]), [f'--init={tmp_path}'], 'give at least 10 conversations'),
-            ('r.jsonl', '\n'.join(lines).replace('assistant', 'bot'), [f'--init={tmp_path}'], 'too few answers to learn'),
-            ('x.jsonl', lines[0] + '\n{"text": "no"}', [f'--init={tmp_path}'], 'line 2: .* is not a conversation'),
-            ('y.jsonl', '{"messages": [{"role": "user", "content": ["a"]}]}', [f'--init={tmp_path}'], 'line 1: ')):
-        assert re.search(why, refused(capsys, train.main, f'--data={put(tmp_path, name, text)}', *flags))
-
-@pytest.mark.parametrize('template, result', [
-    ("{{ bos_token }}{{ messages[0] | tojson }}", '<s>{"role": "user", "content": "a\u00e9"}'),
-    ("{{ messages | tojson(indent=1) | length > 9 }}{{ strftime_now('%Y') | int > 2000 }}", 'TrueTrue'),
-    ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", '01'),
-    ("  {% if true %}\nx\n  {% endif %}\ny", 'x\ny'),
-    ("{% for m in messages %}{% generation %}{{ m['role'] }} {% endgeneration %}{% endfor %}", 'user '),
-    ("{{ raise_exception('only two may talk') }}", 'only two may talk'), ("{% if %}", 'TemplateSyntaxError'),
-    ("{{ messages[7].content.x }}", 'UndefinedError'), ("{{ ''.__class__.__mro__ }}", 'SecurityError'),
-    ("{{ messages.append(1) }}", 'SecurityError'), ("{% include '/etc/passwd' %}", 'no loader'),
-    ('', 'no chat template'), ('{% if false %}x{% endif %}', 'makes nothing of')])
-def test_a_template_does_what_it_may_or_is_refused_in_one_line(template, result, tmp_path, monkeypatch, capsys):
-    data = a_talker(tmp_path, template)
-    try:
-        found = chat.rendered(said('a\u00e9'), data)
-        assert found == result or not found
-    except ValueError:
-        found = ''
-    if not found:
-        assert result in refused(capsys, sample.main, f'--init={tmp_path}', '--chat', '--prompt=a\u00e9')
-
-@pytest.mark.parametrize('rule', ['softmax', 'tova'])
-def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch):
-    """Each answer is that to the whole text so far; what was said is read once, unless the template changes it.
-    The page of --html has all of it since the last /reset."""
-    data, read, pages, roles = a_talker(tmp_path), [], [], []
-    plain, render = model_py.GPT.read, chat.rendered
-    monkeypatch.setattr(model_py.GPT, 'read', lambda self, tokens, state=None, **how: read.append(tokens.shape[1]) or plain(
-        self, tokens, state, **how))
-    monkeypatch.setattr(chat, 'rendered', lambda messages, data: roles.append(
-        [message['role'] for message in messages]) or render(messages, data))
-    monkeypatch.setattr(page_py, 'write_page', lambda *given: pages.append([*given[-1]]))
-
-    def type_in(text):
-        monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(text)))
-    flags = [f'--init={tmp_path}', '--chat', '--tokens=6', '--temperature=0', '--html=a.html']
-    flags += [f'--rule={rule}', '--cache=200'] * (rule != 'softmax')
-    type_in(b'the quick\n\njumps</s> over\n/reset\nthe quick\n/quit\nno')
-    out = written(capsys, *flags)[0]
-    model, total = load(tmp_path)[0], sum(read)
-
-    def answer(*messages):
-        ids = vocabulary.encode(render(said(*messages), data), data, special=True)
-        steps = itertools.islice(model.generate(torch.tensor([ids]), temperature=0), 6)
-        found = itertools.takewhile(lambda token: token not in data.ends, [token.item() for token, _ in steps])
-        return ids, [*found]
-    ids, found = answer('the quick')
-    first = vocabulary.decode(found, data)
-    longer, found_then = answer('the quick', first, 'jumps</s> over')
-    assert out.splitlines() == f'{first}\n{vocabulary.decode(found_then, data)}\n{first}'.splitlines()
-    assert total < len(ids) + len(longer) + len(ids) * (first != first.strip())
-    type_in(b'the quick\n\xff\n')
-    assert sample.main(flags) == 2
-    with monkeypatch.context() as stopped:
-        stopped.setattr(sample, 'write_texts', Mock(side_effect=KeyboardInterrupt))
-        assert sample.main([*flags, '--prompt=the quick']) == 130
-    page = [(token, False) for token in ids] + [(token, True) for token in found]
-    assert pages == [page, page, page[:len(ids)]]               # whatever ends it
-    monkeypatch.setattr(sys, 'stdin', None)                     # closed: nobody speaks
-    assert not written(capsys, *flags[:2])[0]
-    type_in(b'the quick\n/reset\nthe quick\nfox')
-    assert 'no place for it' in refused(capsys, sample.main, *flags, '--system=Be brief.')
-    put(tmp_path, 'chat_template.jinja', FRAME.replace("{% if m.role == 'system' %}{% continue %}{% endif %}", ''))
-    roles.clear()
-    written(capsys, *flags, '--system=Be brief.')
-    assert roles[2:] == [['system', 'user']] * 2 + [['system', 'user', 'assistant', 'user']]
-
-@pytest.mark.parametrize('where, name, calls', [
-    (model_py.GPT, 'hidden', 1), (model_py.GPT, 'hidden', 4), (sample, 'show_text', 3)])
-def test_ctrl_c_ends_an_answer_and_then_the_chat(where, name, calls, tmp_path, capsys, monkeypatch):
-    """While it reads or writes, at a terminal. The next answer is that to all so far, with what there was."""
-    a_talker(tmp_path)
-    pages, count, plain = [], itertools.count(1), getattr(where, name)
-    typed = [b'the quick\n', b'/help\n', b'jumps over\n', KeyboardInterrupt]
-    terminal = Mock(isatty=lambda: True, **{'buffer.readline.side_effect': typed})
-    monkeypatch.setattr(sys, 'stdin', terminal)
-    monkeypatch.setattr(page_py, 'write_page', lambda *given: pages.append(given[-1]))
-
-    def stopped(*given, **how):
-        result = plain(*given, **how)
-        if next(count) == calls:
-            raise KeyboardInterrupt
-        return result
-    monkeypatch.setattr(where, name, stopped)
-    _, err = written(capsys, f'--init={tmp_path}', '--chat', '--tokens=6', '--temperature=0', '--html=a.html')
-    [heard], model = pages, load(tmp_path)[0]
-    parts = [[token for token, _ in group] for _, group in itertools.groupby(heard, key=lambda pair: pair[1])]
-    tokens = torch.tensor([[token for token, _ in heard[:-len(parts[-1])]]])
-    steps = itertools.islice(model.generate(tokens, temperature=0), 6)
-    assert [token.item() for token, _ in steps] == parts[-1] and len(parts) == (2 if calls == 1 else 4)
-    for said in ('> past 16 tokens, rope meets', f'\n(cut off)\n> {talk.HELP}\n',
-                 '\n> (cut off; --tokens=6 is the most that an answer may have)\n> \n'):
-        assert err.count(said) == 1, (said, err)
-    assert re.search(rf'\n{len(heard) - 1} tokens read and written, .* tokens/s in answers; state of', err)
-
-def test_each_of_several_texts_ends_by_itself(tmp_path, capsys):
-    """And what ends it is not printed; without --special a special token's letters are read, and said so."""
-    data = a_talker(tmp_path)
-    one, end = vocabulary.encode(' the', data)[0], data.ends[0]
-    steps = torch.tensor([[one, one], [end, one], [one, one], [one, end], [one, one]])
-    model = Mock(generate=lambda *_: ((step[:, None], None) for step in steps))
-    args = sample.Args(tokens=9, samples=2)
-    _, _, texts, steps, _ = sample.write_texts(args, model, data, torch.zeros(2, 1), None)
-    assert texts == [[one], [one] * 3] and steps == 4
-    flags = f'--init={tmp_path}', '--tokens=0', '--prompt=a </s>'
-    assert 'note: </s> in --prompt is read as letters' in written(capsys, *flags)[1]
-    assert '</s>' not in written(capsys, *flags, '--special')[1]
-    assert vocabulary.with_bos(vocabulary.encode('<s>a', data, special=True), data) == [1, *vocabulary.encode('a', data)]
-    flags, state = flags[:2], f'{tmp_path}/x.st'            # nor is it where a text goes on
-    written(capsys, *flags, '--prompt=the quick', f'--save_state={state}')
-    said = written(capsys, *flags, '--prompt=</s><s>', '--special', f'--load_state={state}')[1]
-    assert '\n2 tokens read' in said
-
-def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
-    """Through training to an export, byte for byte. A model with other layers than softmax cannot be one."""
-    mine = put(tmp_path, 'mine.txt', TEXT[:4000])
-    converts = f'--from={tmp_path}/a', f'--data={mine}', f'--out={tmp_path}/f'
-    samples = f'--init={tmp_path}/a', '--prompt=the quick', '--tokens=1'
-    in_hub_layout(tmp_path / 'a', 'llama')                      # without a tokenizer tokens are only numbers
-    for main, argv in (convert.main, converts), (sample.main, samples):
-        assert re.search('only numbers|not ids', refused(capsys, main, *argv))
-    a_talker(tmp_path / 'a', groups=2, bos_token_id=1, pad_token_id=7)
-    put(tmp_path / 'a', 'added_tokens.json', '{}')
-    for name in 'vocab.json', 'merges.txt':                     # beside tokenizer.json, as many have them
-        put(tmp_path / 'a', name, '{}')
-    data = load(tmp_path / 'a')[1]['data']
-    said = written(capsys, *samples)[1]
-    assert f'{1 + len(vocabulary.encode("the quick", data))} tokens read' in said         # BOS, too
-    run = f'--data={mine}', '--steps=1', '--batch_size=2', '--device=cpu', '--threads=1'
-    assert train.main([f'--init={tmp_path}/a', f'--out={tmp_path}/b', '--lr=0', *run]) == 0
-    assert convert.main([f'--from={tmp_path}/b/ckpt.safetensors', f'--export={tmp_path}/c']) == 0
-    for file in (tmp_path / 'a').iterdir():
-        if file.suffix in ('.jinja', '.json') and file.name not in ('config.json', 'vocab.json'):
-            assert (tmp_path / 'c' / file.name).read_bytes() == file.read_bytes()
-    before, after = (json.loads((tmp_path / name / 'config.json').read_text()) for name in 'ac')
-    assert before == {**before, **{key: after[key] for key in before if key not in folders.OF_WEIGHTS}}
-    assert after['bos_token_id'] == 1 and after['pad_token_id'] == 7
-    (model, meta), (again, _) = load(tmp_path / 'a'), load(tmp_path / 'c')
-    close(dict(again.state_dict()), dict(model.state_dict()), 0)
-    found = load(tmp_path / 'b' / 'ckpt.safetensors')[1]['data']
-    assert all(getattr(found, name) == getattr(data, name) for name in TRAVELS) and found.has_tokens_of(meta['data'])
-    assert train.main([f'--init={tmp_path}/a', f'--out={tmp_path}/d', '--layers=tova,softmax', *run]) == 0
-    swapped = tmp_path / 'd' / 'ckpt.safetensors'
-    err = refused(capsys, convert.main, f'--from={swapped}', f'--export={tmp_path}/e')
-    assert 'sample.py and model.load read others' in err and not (tmp_path / 'e').exists()
-    converted(tmp_path / 'a', tmp_path / 'f', f'--data={mine}', '--recipe=t2r', '--controls=false')
-    assert f'python sample.py --init={tmp_path}/f/ckpt.safetensors --chat\n' in capsys.readouterr().out
-    assert load(tmp_path / 'f' / 'ckpt.safetensors')[1]['data'].has_tokens_of(data)
-
-@pytest.mark.parametrize('flags', [dict(rule=rule, cache=8) for rule in RULES] + [
-    dict(rule='window', cache=4, overflow='sum:hedgehog'), dict(rule='softmax', causal=False, classes=3, patch=2)],
-    ids=str)
-def test_weights_in_bfloat16_give_nearly_the_same(flags):
-    """At once and step by step; the states of matrices are fp32."""
-    m, tokens = GPT(Config(n_layer=2, n_head=2, n_embd=16, block_size=32, **flags)).eval(), torch.randint(9, (2, 8))
-    with torch.inference_mode():
-        exact = m(tokens)[0]
-        model_files.round_weights(m)
-        assert F.cosine_similarity(m(tokens)[0].float().flatten(), exact.flatten(), 0) > .99
-        if m.task == 'complete':
-            found, state = model_in_parts(m, tokens, range(1, 8))
-            assert F.cosine_similarity(found.float().flatten(), exact.flatten(), 0) > .99
-            S = [x for layer in state['layers'] for name, x in layer['mixer'].items() if name == 'S']
-            assert all(x.dtype == torch.float32 for x in S)
-
-@pytest.mark.parametrize('flags', [
-    *[dict(rule=rule, cache=4, sinks=2) for rule in (*VARIED, 'sink', 'random', 'h2o-layer', 'mean-v')],
-    dict(rule='sum', phi='cosformer:64', pos='learned'), dict(layers='window,delta', cache=5, overflow='sum:favor'),
-    dict(rule='tova', cache=4, n_kv_head=1), dict(rule='sink', cache=6, positions='compress')], ids=str)
-def test_texts_of_unequal_length_are_joined(flags):
-    """And go on as each does alone; the caches of softmax are of the length of the text."""
-    m = small(**flags, block_size=64).double()
-    prompts = [torch.randint(7, (1, n)) for n in (2, 13, 8)]
-    states = [m.read(prompt[:, :-1]) for prompt in prompts]
-    if m.config.rule == 'softmax':
-        with pytest.raises(ValueError, match='join texts of one length'):
-            weights_py.join(states)
-        return
-    state, token = weights_py.join(states), torch.cat([prompt[:, -1:] for prompt in prompts])
-    for _ in range(6):
-        logits, state = m(token, state)
-        for i, own in enumerate(states):
-            wanted, states[i] = m(token[i:i + 1], own)
-            near(logits[i], wanted[0], 1e-5)                    # angles of rope are fp32
-        token = logits.argmax(-1)
-
-def test_of_many_texts_the_prompt_is_read_once(a_model, capsys):
-    """Greedy, each is what it is alone."""
-    for rule in 'delta', 'tova', 'softmax':
-        flags = f'--init={a_model(f"--rule={rule}")}', '--temperature=0', '--tokens=9', '--prompt=line 1'
-        alone = written(capsys, *flags)[0]
-        out, err = written(capsys, *flags, '--samples=3')
-        assert out == ''.join(f'--- {i} ---\n{alone}' for i in (1, 2, 3))
-        assert '6 tokens read' in err
-
-# ---- Real pretrained models: REAL names the folder in which smollm2 and minilm lie ---------------------------
-
-REAL = os.environ.get('REAL', '')
-real = pytest.mark.skipif(not REAL, reason='REAL=FOLDER, with smollm2 and minilm in the layout of the hub')
-SAID = ('What is the capital of France?', '\n\nHello\n', '  two  blanks ', 'caf\u00e9 \u4f60\u597d \U0001f600',
-        '1234567', 'def f(x):\n\treturn x', "it's 'll", 'Write a haiku.', 'a\u00a0b', 'A list of three colours:')
-
-@real
-def test_real_answers_are_those_of_transformers():
-    """The ids of ten prompts in the model's template, and greedy answers, token by token."""
-    hf = pytest.importorskip('transformers')
-    theirs = hf.AutoModelForCausalLM.from_pretrained(f'{REAL}/smollm2', dtype=torch.float32)
-    tokenizer = hf.AutoTokenizer.from_pretrained(f'{REAL}/smollm2')
-    model, meta = load(f'{REAL}/smollm2')
-    for text in SAID:
-        wanted = tokenizer.apply_chat_template(said(text), add_generation_prompt=True, return_dict=True)['input_ids']
-        assert vocabulary.encode(chat.rendered(said(text), meta['data']), meta['data'], special=True) == wanted
-        row = torch.tensor([wanted])
-        theirs_says = theirs.generate(row, do_sample=False, max_new_tokens=16)[0, len(wanted):].tolist()
-        says = [token.item() for token, _ in itertools.islice(model.generate(row, temperature=0), len(theirs_says))]
-        assert says == theirs_says
-
-@real
-def test_real_models_go_back_to_transformers(tmp_path):
-    """As they are, and a classifier of MiniLM: logits and greedy text."""
-    hf = pytest.importorskip('transformers')
-    assert convert.main([f'--from={REAL}/smollm2', f'--export={tmp_path}/s']) == 0
-    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / 's', dtype=torch.float32)
-    model, row = load(f'{REAL}/smollm2')[0], torch.randint(49152, (1, 256))
-    with torch.no_grad():
-        near(model(row)[0], theirs(row).logits, 1e-3)
-    for name in 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'generation_config.json':
-        assert (tmp_path / 's' / name).read_bytes() == Path(REAL, 'smollm2', name).read_bytes()
-    lines = put(tmp_path, 'x.tsv', ''.join(f'{i % 2}\tsentence {i} of {i * i}\n' for i in range(60)))
-    run = f'--data={lines}', '--steps=1', '--batch_size=2', f'--out={tmp_path}/b', '--device=cpu', '--threads=2'
-    assert train.main([f'--init={REAL}/minilm', *run]) == 0
-    assert convert.main([f'--from={tmp_path}/b/ckpt.safetensors', f'--export={tmp_path}/m']) == 0
-    theirs = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / 'm', dtype=torch.float32)
-    row = torch.randint(1000, 30000, (2, 20))
-    with torch.no_grad():
-        near(load(tmp_path / 'b' / 'ckpt.safetensors')[0](row)[0], theirs.eval()(row).logits, 1e-3)
-
-# ---- 13. Benches -------------------------------------------------------------------------------------------
+# ---- 16. bench.py and papers/ ------------------------------------------------------------------------------
 
 TINY_SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags; at least so many rows
               decode=('--heads=1 --head_dim=8 --lengths=8,40', 20), batch=('--lengths=16 --budget=1', 6),
@@ -4365,33 +4327,131 @@ def test_a_line_says_from_what_its_model_is_made(suite, way, form, made, monkeyp
     harness.a_line(bench.Args(steps=60), suite, suite.ways[way], form, 0)
     assert runs == made
 
-def test_a_model_that_talks_is_judged_beside_caches_of_as_many_bytes(tmp_path, few_words, monkeypatch):
-    """By its rows of a text, and by facts."""
-    a_talker(tmp_path / 'folder', max_position_embeddings=64)
-    flags = f'--from={tmp_path}/folder', f'--data={few_words}', f'--out={tmp_path}/out'
-    assert convert.main([*flags, *'--recipe=hybrid --cache=6 --row=32 --steps=2 --distil_steps=2 --controls=false '
-                                  '--eval_rows=2 --overflow=sum:slots:4 --threads=1'.split()]) == 0
-    path = f'{tmp_path}/out/ckpt.safetensors'
-    table = ran(tmp_path, 'real', f'--init={tmp_path}/folder', f'--data={few_words}', f'--beside={path}',
-                '--lengths=20')
-    lines = [row for row in table if not row['part']]
-    forms = [row['form'] for row in lines]
-    assert forms[:2] == ['softmax', '6 cached, no matrix'] and forms[-3:] == [path, f'{path}, tova', f'{path}, h2o']
-    assert float(lines[0]['recovered']) == 1 and float(lines[1]['recovered']) != 1
-    assert int(lines[1]['state bytes']) < int(lines[-1]['state bytes'])
-    facts = [row for row in table if row['part'] == 'facts']
-    assert [row['facts'] for row in facts] == [n for n in ('4', '16') for _ in lines]
-    assert {round(32 * float(row['accuracy']) / 100, 9) for row in facts} <= set(range(33))
-    data = load(path)[1]['data']                                # one that knows the next token, one the token behind it
-    monkeypatch.setattr(data_rows_py, 'predict', lambda ahead, x, *_: (F.one_hot(x[0].roll(-ahead), data.vocab_size), 0, 0))
-    found = beyond.accuracy_on_facts(bench.Args(out=str(tmp_path), device='cpu'), data, {'right': 1, 'wrong': 2})
-    assert [row['accuracy'] for row in found] == 2 * [100, 0]
-    written = [json.loads(line)['messages'] for line in (tmp_path / 'facts-4.jsonl').read_text().splitlines()]
-    for messages in written:
-        told = messages[0]['content'].split('. ')
-        for asked, answer in zip(messages[::2], messages[1::2]):
-            assert answer['content'][:-1] in told and asked['content'].endswith(f"What is {answer['content'].split()[0]} number?")
-    assert len(written) == 10 and len({str(messages) for messages in written}) == 10
+def test_bench_runs_are_remembered(tmp_path, in_process):
+    """A long suite that was stopped goes on. Another seed or flag is another run; a broken file is none."""
+    args, suite = bench.Args(out=str(tmp_path)), bench.SUITES['recall']
+    small = '--n_layer=1 --n_head=1 --n_embd=8 --steps=1 --eval_every=1'
+    flags = f'--data=recall-kept {small}'
+    run = partial(harness.a_run, args, suite, 'softmax', 'train.py')
+    first = run(flags, 0)
+    assert run(flags, 0) == first
+    path, = tmp_path.glob('recall/*.json')
+    for broken in '3', '{}', '{"key": ':
+        path.write_text(broken)
+        assert run(flags, 0)['val_loss'] == first['val_loss'] and len(path.read_text()) > 99
+    run(flags, 1)
+    assert len(list(tmp_path.glob('recall/*.json'))) == 2
+    with pytest.raises(ValueError, match='no such flag'):
+        run(flags + ' --nope=1', 0)
+    figures = []
+    for content in TEXT, TEXT[::-1]:                        # another text in the same file
+        path = put(tmp_path, 'text', content)
+        figures.append(run(f'{small} --block_size=16 --data={path}', 0)['val_loss'])
+    for groups in 1, 2:                                     # another model in the same folder
+        a_talker(tmp_path / 'hub', groups=groups)
+        flags = f'--init={tmp_path}/hub --block_size=16 --steps=1 --eval_every=1 --data={path}'
+        figures.append(run(flags, 0)['val_loss'])
+    assert len(set(figures)) == 4
+
+@pytest.mark.skipif(os.name == 'nt', reason='no signals')
+def test_a_suite_that_is_terminated_ends_its_training(characters, tmp_path):
+    """As with Ctrl-C. Otherwise it would train on, and hold the folder that the next suite needs."""
+    words = 'bench.py', 'language', '--only=delta', f'--data={characters}', '--steps=1000000', f'--out={tmp_path}'
+    suite = subprocess.Popen([sys.executable, *words], cwd=HERE, stderr=subprocess.PIPE, text=True,
+                             start_new_session=True)
+    try:
+        assert 'train.py' in suite.stderr.readline()
+        suite.terminate()
+        assert 'stopped' in suite.communicate()[1] and suite.returncode == 130
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(suite.pid, signal.SIGKILL)
+
+def test_bench_leaves_out_what_fails_and_compares_with_attention_alone(capsys):
+    """If attention itself fails, the others are not compared with the next line."""
+    def fails(args, T):
+        raise RuntimeError('no memory')
+    args = bench.Args(device=torch.device('cpu'))
+    args.lengths = [2]
+    suite = Mock(lines={'attention': fails, 'sum': lambda args, T: partial(time.sleep, .01)})
+    row, = bench.over_lengths(args, suite)
+    assert row['form'] == 'sum' and math.isnan(row['of attention'])
+    assert 'attention is left out from T = 2 on: RuntimeError: no memory' in capsys.readouterr().err
+
+@pytest.mark.parametrize('rule', ['softmax', 'tova', 'delta'])
+def test_bench_goes_on_from_states_of_their_true_size(rule):
+    """As if it had read all these tokens."""
+    model = GPT(Config(rule=rule, cache=3, n_layer=2, n_head=2, n_embd=16)).eval()
+    true = pack(model.read(torch.randint(256, (2, 9))))
+    token, state = bench.far_along(model, 2, 9)
+    found = pack(state)
+    assert token.shape == (2, 1)
+    assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in true.items()}
+    assert found['state.t'] == true['state.t'] == 9
+
+@pytest.mark.parametrize('rule, phi, norm', [
+    ('sum', 'elu', 'attn'), ('sum', 'dpfp:1', 'sum'), ('gated', 'elu', 'attn'), ('delta', 'dpfp:2', 'sum')])
+def test_associations_are_read_from_the_recurrence(rule, phi, norm):
+    """Against the definition, in which a query is a further step whose key is 0."""
+    model, keys = schlag.Associative(5, rule, phi, norm, d=8).double().eval(), torch.randint(5, (2, 7))
+    layer, values = model.memory, torch.randint(5, (2, 7))
+    v = F.one_hot(values, 5).double()
+    x = torch.cat([model.embed[keys], v], -1)
+    wrote = layer.to_write(x, model.k(x)[:, None], v[:, None])
+    later = {name: F.pad(y, (0, 0, 0, 7) if y.dim() == 4 else (0, 7)) for name, y in wrote.items()}
+    q = layer.to_read(model.q(model.embed[keys])[:, None])
+    q = torch.cat([torch.zeros_like(q), q], 2)
+    o, _ = recurrent(q, **later, normalise=norm == 'attn', floor=layer.phi.floor)
+    near(model(keys, values), o[:, 0, 7:], 1e-9)
+
+def test_associations_of_softmax_are_attention():
+    """No matrix can stand for it."""
+    model, keys = schlag.Associative(5, 'softmax', '', '', d=8), torch.randint(5, (2, 7))
+    values = F.one_hot(torch.randint(5, (2, 7)), 5).float()
+    q, k = model.q(model.embed[keys]), model.k(torch.cat([model.embed[keys], values], -1))
+    near(model(keys, values.argmax(-1)), (q @ k.mT / 8 ** .5).softmax(-1) @ values, 1e-6)
+    with pytest.raises(ValueError, match='--rule=tova keeps keys and values'):
+        FastWeights('tova', 8, 2, 4)
+
+def test_bench_reads_keys_back_by_the_equation():
+    k = torch.randn(2, 3, 5, 8)
+    features, values, ones = F.elu(k) + 1, torch.eye(5).expand(2, 3, 5, 5), torch.ones(2, 3, 5)
+    weights = features @ features.mT
+    near(schlag.read_back(k, 'sum', 'elu', 'attn'), weights / weights.sum(-1, keepdim=True), 1e-6)
+    near(schlag.read_back(k, 'softmax', '', ''), (k @ k.mT / 8 ** .5).softmax(-1), 1e-6)
+    features = features / features.sum(-1, keepdim=True)
+    _, S = recurrent(features, features, values, ones, ones)
+    near(schlag.read_back(k, 'delta', 'elu', 'sum'), features @ S.mT, 1e-6)
+
+def test_bench_a_carried_window_reads_on(text, tmp_path, in_process, changed):
+    way = bench.SUITES['language'].ways['quick']
+    changed('language', ways={'quick': way._replace(train=f'{way.train} --n_layer=1 --n_head=2 --n_embd=16')})
+    row, = ran(tmp_path, 'language', f'--data={text}', '--steps=2', '--only=window carry')
+    found = {cache: float(row[f'with {cache}']) for cache in (8, 128)}
+    path, = (tmp_path / 'language').glob('window-*/ckpt.safetensors')
+    val = torch.from_numpy(prepare.load_set(text)[1].astype('int64'))[None, :2048]
+    for cache, carried in found.items():                        # all at once
+        nats = costs(load(path, cache=cache)[0], val).mean().item()
+        assert carried == pytest.approx(nats / math.log(2), rel=1e-4)
+    assert found[8] != found[128]
+
+def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tmp_path, in_process, capsys):
+    """By greedy and by beam search, of a model that was trained and of one that was converted."""
+    package = pytest.importorskip('sacrebleu')
+    run = 'translate', '--steps=30', '--only=elu,t2r converted'
+    rows = np.fromfile(Path(small_pairs) / 'test.bin', np.uint8).reshape(-1, 2, 13)
+    sources = [[str(token) for token in row if token < 10] for row in rows[:, 0, :6]]
+    lines = put(tmp_path, 'lines', '\n'.join(map(' '.join, sources)))
+    wanted = [' '.join(source[::-1]) for source in sources]
+    for beam, more in (1, []), (4, ['--full', '--seeds=1']):
+        found = [row for row in ran(tmp_path, *run, *more) if row['ours']]
+        for row, folder in zip(found, ('elu-*', 't2r-converted-*'), strict=True):
+            path, = (tmp_path / 'translate').glob(f'{folder}/ckpt.safetensors')
+            assert row['sentences'] == '50'
+            assert load(path)[0].config.source_rules[0] == 'softmax'
+            said = written(capsys, f'--init={path}', f'--source=@{lines}', f'--beam={beam}')[0].splitlines()
+            score = package.corpus_bleu(said, [wanted]).score
+            assert float(row['ours']) == pytest.approx(score)
 
 def test_bench_fine_tunes_a_pretrained_model(monkeypatch, tmp_path):
     monkeypatch.setattr(zhang, 'runs', lambda args, suite: (suite, harness.ways_of(args, suite)))
@@ -4407,44 +4467,6 @@ def test_bench_fine_tunes_a_pretrained_model(monkeypatch, tmp_path):
     assert sys.modules['matplotlib.pyplot'].gca().get_xlabel() == 'matthews, %'
     with pytest.raises(ValueError, match='choose from polarity, trec, cola'):
         zhang.classifiers(bench.Args(**{**flags, 'data': 'mnist'}), bench.SUITES['glue'])
-
-def test_bench_reads_far_with_few_rows_and_says_what_that_costs(a_model, text, tmp_path):
-    """Each form is the model it names, as it is read from the first token on, and against rows of 16."""
-    path, delta = a_model('--rule=softmax', '--pos=rope'), a_model('--rule=delta')
-    run = '--lengths=70', f'--init={path}', '--only=softmax,tova compressed,sink', f'--beside={delta}'
-    rows = ran(tmp_path, 'far', *run)
-    tokens = torch.from_numpy(prepare.load_set(text)[1][:71].astype(int))[None]
-    models = {'softmax': load(path)[0], f'delta: {delta}': load(delta)[0]}
-    models['sink'] = load(path, rule='sink', cache=2, sinks=1)[0]
-    models['tova compressed'] = load(path, rule='tova', cache=2, positions='compress')[0]
-    assert {row['form'] for row in rows} == {'softmax, in rows', *models}
-    for form, model in models.items():
-        mine = [row for row in rows if row['form'] == form]
-        for row, (start, end) in zip(mine, ((0, 16), (16, 32), (32, 64), (64, 70)), strict=True):
-            assert int(row['position']) == end
-            nats = costs(model, tokens[:, :end + 1])[0, start:].mean()
-            assert float(row['nats']) == pytest.approx(nats.item(), rel=1e-5)
-    base = math.exp(costs(models['softmax'], tokens[:, 16:33]).mean())
-    assert float(rows[1]['perplexity']) == pytest.approx(base, rel=1e-5)
-    more = float(rows[5]['perplexity']) - base                  # of two large numbers, in fp32
-    assert float(rows[5]['more than in rows']) == pytest.approx(more, abs=1e-5 * base)
-
-OF_WORDS = {        # a token, _ for a blank in front
-    '_the': 'article', 'the': 'piece of a word', '_he': 'pronoun', 'he': 'piece of a word', '_over': 'preposition',
-    '_quick': 'rest', '_25': 'digit', 'I': 'capital', 'a': 'piece of a word'}
-
-@pytest.mark.parametrize('kind, mark', [('gpt2', '\u0120'), ('llama2', '\u2581')])
-def test_bench_knows_words_from_pieces_of_words(kind, mark, monkeypatch):
-    """Also where the tokenizer drops the first word's blank; bytes have no words."""
-    meta = subwords(kind)
-    ids = vocabulary.subwords(meta.json)
-    for token, wanted in OF_WORDS.items():
-        assert oren.kind_of_token(ids.token_to_id(token.replace('_', mark)), meta) == wanted
-    for character, wanted in ('a', 'rest'), (' ', 'rest'), ('I', 'capital'), ('.', 'punctuation'):
-        assert oren.kind_of_token(ord(character), Data('byte', 256)) == wanted
-    for word, wanted in ('ing', '-ing'), ('walked', '-ed'):
-        monkeypatch.setattr(vocabulary, 'decode', lambda tokens, _, word=word: word * len(tokens))
-        assert oren.kind_of_token(0, meta) == wanted
 
 def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, in_process):
     """A map alone learns, by Hedgehog's recipe, on the text that its form names; divergences are those of
@@ -4491,119 +4513,6 @@ def test_bench_looks_at_the_maps_of_an_encoder(a_model, tmp_path, in_process, ca
     read = ''.join(vocabulary.decode(row[row != data.pad].tolist(), data) for row in val)
     assert vocabulary.decode(x[0].tolist(), data) == read[:32] and ' and ' in read[:32]
 
-def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tmp_path, in_process, capsys):
-    """By greedy and by beam search, of a model that was trained and of one that was converted."""
-    package = pytest.importorskip('sacrebleu')
-    run = 'translate', '--steps=30', '--only=elu,t2r converted'
-    rows = np.fromfile(Path(small_pairs) / 'test.bin', np.uint8).reshape(-1, 2, 13)
-    sources = [[str(token) for token in row if token < 10] for row in rows[:, 0, :6]]
-    lines = put(tmp_path, 'lines', '\n'.join(map(' '.join, sources)))
-    wanted = [' '.join(source[::-1]) for source in sources]
-    for beam, more in (1, []), (4, ['--full', '--seeds=1']):
-        found = [row for row in ran(tmp_path, *run, *more) if row['ours']]
-        for row, folder in zip(found, ('elu-*', 't2r-converted-*'), strict=True):
-            path, = (tmp_path / 'translate').glob(f'{folder}/ckpt.safetensors')
-            assert row['sentences'] == '50'
-            assert load(path)[0].config.source_rules[0] == 'softmax'
-            said = written(capsys, f'--init={path}', f'--source=@{lines}', f'--beam={beam}')[0].splitlines()
-            score = package.corpus_bleu(said, [wanted]).score
-            assert float(row['ours']) == pytest.approx(score)
-
-def test_bench_leaves_out_what_fails_and_compares_with_attention_alone(capsys):
-    """If attention itself fails, the others are not compared with the next line."""
-    def fails(args, T):
-        raise RuntimeError('no memory')
-    args = bench.Args(device=torch.device('cpu'))
-    args.lengths = [2]
-    suite = Mock(lines={'attention': fails, 'sum': lambda args, T: partial(time.sleep, .01)})
-    row, = bench.over_lengths(args, suite)
-    assert row['form'] == 'sum' and math.isnan(row['of attention'])
-    assert 'attention is left out from T = 2 on: RuntimeError: no memory' in capsys.readouterr().err
-
-@pytest.mark.parametrize('rule', ['softmax', 'tova', 'delta'])
-def test_bench_goes_on_from_states_of_their_true_size(rule):
-    """As if it had read all these tokens."""
-    model = GPT(Config(rule=rule, cache=3, n_layer=2, n_head=2, n_embd=16)).eval()
-    true = pack(model.read(torch.randint(256, (2, 9))))
-    token, state = bench.far_along(model, 2, 9)
-    found = pack(state)
-    assert token.shape == (2, 1)
-    assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in true.items()}
-    assert found['state.t'] == true['state.t'] == 9
-
-def test_bench_runs_are_remembered(tmp_path, in_process):
-    """A long suite that was stopped goes on. Another seed or flag is another run; a broken file is none."""
-    args, suite = bench.Args(out=str(tmp_path)), bench.SUITES['recall']
-    small = '--n_layer=1 --n_head=1 --n_embd=8 --steps=1 --eval_every=1'
-    flags = f'--data=recall-kept {small}'
-    run = partial(harness.a_run, args, suite, 'softmax', 'train.py')
-    first = run(flags, 0)
-    assert run(flags, 0) == first
-    path, = tmp_path.glob('recall/*.json')
-    for broken in '3', '{}', '{"key": ':
-        path.write_text(broken)
-        assert run(flags, 0)['val_loss'] == first['val_loss'] and len(path.read_text()) > 99
-    run(flags, 1)
-    assert len(list(tmp_path.glob('recall/*.json'))) == 2
-    with pytest.raises(ValueError, match='no such flag'):
-        run(flags + ' --nope=1', 0)
-    figures = []
-    for content in TEXT, TEXT[::-1]:                        # another text in the same file
-        path = put(tmp_path, 'text', content)
-        figures.append(run(f'{small} --block_size=16 --data={path}', 0)['val_loss'])
-    for groups in 1, 2:                                     # another model in the same folder
-        a_talker(tmp_path / 'hub', groups=groups)
-        flags = f'--init={tmp_path}/hub --block_size=16 --steps=1 --eval_every=1 --data={path}'
-        figures.append(run(flags, 0)['val_loss'])
-    assert len(set(figures)) == 4
-
-@pytest.mark.parametrize('rule, phi, norm', [
-    ('sum', 'elu', 'attn'), ('sum', 'dpfp:1', 'sum'), ('gated', 'elu', 'attn'), ('delta', 'dpfp:2', 'sum')])
-def test_associations_are_read_from_the_recurrence(rule, phi, norm):
-    """Against the definition, in which a query is a further step whose key is 0."""
-    model, keys = schlag.Associative(5, rule, phi, norm, d=8).double().eval(), torch.randint(5, (2, 7))
-    layer, values = model.memory, torch.randint(5, (2, 7))
-    v = F.one_hot(values, 5).double()
-    x = torch.cat([model.embed[keys], v], -1)
-    wrote = layer.to_write(x, model.k(x)[:, None], v[:, None])
-    later = {name: F.pad(y, (0, 0, 0, 7) if y.dim() == 4 else (0, 7)) for name, y in wrote.items()}
-    q = layer.to_read(model.q(model.embed[keys])[:, None])
-    q = torch.cat([torch.zeros_like(q), q], 2)
-    o, _ = recurrent(q, **later, normalise=norm == 'attn', floor=layer.phi.floor)
-    near(model(keys, values), o[:, 0, 7:], 1e-9)
-
-def test_associations_of_softmax_are_attention():
-    """No matrix can stand for it."""
-    model, keys = schlag.Associative(5, 'softmax', '', '', d=8), torch.randint(5, (2, 7))
-    values = F.one_hot(torch.randint(5, (2, 7)), 5).float()
-    q, k = model.q(model.embed[keys]), model.k(torch.cat([model.embed[keys], values], -1))
-    near(model(keys, values.argmax(-1)), (q @ k.mT / 8 ** .5).softmax(-1) @ values, 1e-6)
-    with pytest.raises(ValueError, match='--rule=tova keeps keys and values'):
-        FastWeights('tova', 8, 2, 4)
-
-def test_bench_tracking_looks_beyond_the_rows_of_training():
-    """At a model that knows parity up to 100 elements."""
-    def knows(x):
-        right = x.cumsum(1) % 2
-        right[:, 100:] ^= 1
-        return F.one_hot(right, 2).float(), None
-    args = bench.Args(device='cpu', seeds=[0])
-    found = beyond.products(args, {'data': 'group:Z2'}, knows, {})
-    assert found['right'] == [100] * 100 + [0] * 156
-    assert math.isclose(found['beyond'], 100 * 60 / 216, rel_tol=1e-6)
-
-def test_bench_a_carried_window_reads_on(text, tmp_path, in_process, changed):
-    way = bench.SUITES['language'].ways['quick']
-    changed('language', ways={'quick': way._replace(train=f'{way.train} --n_layer=1 --n_head=2 --n_embd=16')})
-    row, = ran(tmp_path, 'language', f'--data={text}', '--steps=2', '--only=window carry')
-    found = {cache: float(row[f'with {cache}']) for cache in (8, 128)}
-    path, = (tmp_path / 'language').glob('window-*/ckpt.safetensors')
-    val = torch.from_numpy(prepare.load_set(text)[1].astype('int64'))[None, :2048]
-    for cache, carried in found.items():                        # all at once
-        nats = costs(load(path, cache=cache)[0], val).mean().item()
-        assert carried == pytest.approx(nats / math.log(2), rel=1e-4)
-    assert found[8] != found[128]
-
 def test_bench_cache_counts_every_token_and_with_room_for_all_is_softmax(a_model, text, tmp_path):
     ckpt = a_model('--rule=softmax')
     rows = ran(tmp_path, 'cache', f'--init={ckpt}', '--lengths=5,16', '--only=tova,h2o,sink 1,cut')
@@ -4624,15 +4533,43 @@ def test_bench_cache_counts_every_token_and_with_room_for_all_is_softmax(a_model
         wanted = torch.stack([gain.mean(), gain.mean() - half, gain.mean() + half]).exp()
         near(torch.tensor([float(found['cut', '5'][name]) for name in names]), wanted, 1e-5)
 
-def test_bench_reads_keys_back_by_the_equation():
-    k = torch.randn(2, 3, 5, 8)
-    features, values, ones = F.elu(k) + 1, torch.eye(5).expand(2, 3, 5, 5), torch.ones(2, 3, 5)
-    weights = features @ features.mT
-    near(schlag.read_back(k, 'sum', 'elu', 'attn'), weights / weights.sum(-1, keepdim=True), 1e-6)
-    near(schlag.read_back(k, 'softmax', '', ''), (k @ k.mT / 8 ** .5).softmax(-1), 1e-6)
-    features = features / features.sum(-1, keepdim=True)
-    _, S = recurrent(features, features, values, ones, ones)
-    near(schlag.read_back(k, 'delta', 'elu', 'sum'), features @ S.mT, 1e-6)
+def test_bench_reads_far_with_few_rows_and_says_what_that_costs(a_model, text, tmp_path):
+    """Each form is the model it names, as it is read from the first token on, and against rows of 16."""
+    path, delta = a_model('--rule=softmax', '--pos=rope'), a_model('--rule=delta')
+    run = '--lengths=70', f'--init={path}', '--only=softmax,tova compressed,sink', f'--beside={delta}'
+    rows = ran(tmp_path, 'far', *run)
+    tokens = torch.from_numpy(prepare.load_set(text)[1][:71].astype(int))[None]
+    models = {'softmax': load(path)[0], f'delta: {delta}': load(delta)[0]}
+    models['sink'] = load(path, rule='sink', cache=2, sinks=1)[0]
+    models['tova compressed'] = load(path, rule='tova', cache=2, positions='compress')[0]
+    assert {row['form'] for row in rows} == {'softmax, in rows', *models}
+    for form, model in models.items():
+        mine = [row for row in rows if row['form'] == form]
+        for row, (start, end) in zip(mine, ((0, 16), (16, 32), (32, 64), (64, 70)), strict=True):
+            assert int(row['position']) == end
+            nats = costs(model, tokens[:, :end + 1])[0, start:].mean()
+            assert float(row['nats']) == pytest.approx(nats.item(), rel=1e-5)
+    base = math.exp(costs(models['softmax'], tokens[:, 16:33]).mean())
+    assert float(rows[1]['perplexity']) == pytest.approx(base, rel=1e-5)
+    more = float(rows[5]['perplexity']) - base                  # of two large numbers, in fp32
+    assert float(rows[5]['more than in rows']) == pytest.approx(more, abs=1e-5 * base)
+
+OF_WORDS = {        # a token, _ for a blank in front
+    '_the': 'article', 'the': 'piece of a word', '_he': 'pronoun', 'he': 'piece of a word', '_over': 'preposition',
+    '_quick': 'rest', '_25': 'digit', 'I': 'capital', 'a': 'piece of a word'}
+
+@pytest.mark.parametrize('kind, mark', [('gpt2', '\u0120'), ('llama2', '\u2581')])
+def test_bench_knows_words_from_pieces_of_words(kind, mark, monkeypatch):
+    """Also where the tokenizer drops the first word's blank; bytes have no words."""
+    meta = subwords(kind)
+    ids = vocabulary.subwords(meta.json)
+    for token, wanted in OF_WORDS.items():
+        assert oren.kind_of_token(ids.token_to_id(token.replace('_', mark)), meta) == wanted
+    for character, wanted in ('a', 'rest'), (' ', 'rest'), ('I', 'capital'), ('.', 'punctuation'):
+        assert oren.kind_of_token(ord(character), Data('byte', 256)) == wanted
+    for word, wanted in ('ing', '-ing'), ('walked', '-ed'):
+        monkeypatch.setattr(vocabulary, 'decode', lambda tokens, _, word=word: word * len(tokens))
+        assert oren.kind_of_token(0, meta) == wanted
 
 class FromTheEnd(torch.nn.Module):
     """Answers a row of facts where the fact is among the last `near` tokens, else it says token 0."""
@@ -4661,8 +4598,189 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
     assert [most[f'quarter {i}'] for i in range(4)] == [0, 100, 100, 100]
     assert few.call_args[0] == (model, 'tova', 64)
 
+def test_bench_tracking_looks_beyond_the_rows_of_training():
+    """At a model that knows parity up to 100 elements."""
+    def knows(x):
+        right = x.cumsum(1) % 2
+        right[:, 100:] ^= 1
+        return F.one_hot(right, 2).float(), None
+    args = bench.Args(device='cpu', seeds=[0])
+    found = beyond.products(args, {'data': 'group:Z2'}, knows, {})
+    assert found['right'] == [100] * 100 + [0] * 156
+    assert math.isclose(found['beyond'], 100 * 60 / 216, rel_tol=1e-6)
 
-# ---- 14. The repository itself -----------------------------------------------------------------------------
+def test_a_model_that_talks_is_judged_beside_caches_of_as_many_bytes(tmp_path, few_words, monkeypatch):
+    """By its rows of a text, and by facts."""
+    a_talker(tmp_path / 'folder', max_position_embeddings=64)
+    flags = f'--from={tmp_path}/folder', f'--data={few_words}', f'--out={tmp_path}/out'
+    assert convert.main([*flags, *'--recipe=hybrid --cache=6 --row=32 --steps=2 --distil_steps=2 --controls=false '
+                                  '--eval_rows=2 --overflow=sum:slots:4 --threads=1'.split()]) == 0
+    path = f'{tmp_path}/out/ckpt.safetensors'
+    table = ran(tmp_path, 'real', f'--init={tmp_path}/folder', f'--data={few_words}', f'--beside={path}',
+                '--lengths=20')
+    lines = [row for row in table if not row['part']]
+    forms = [row['form'] for row in lines]
+    assert forms[:2] == ['softmax', '6 cached, no matrix'] and forms[-3:] == [path, f'{path}, tova', f'{path}, h2o']
+    assert float(lines[0]['recovered']) == 1 and float(lines[1]['recovered']) != 1
+    assert int(lines[1]['state bytes']) < int(lines[-1]['state bytes'])
+    facts = [row for row in table if row['part'] == 'facts']
+    assert [row['facts'] for row in facts] == [n for n in ('4', '16') for _ in lines]
+    assert {round(32 * float(row['accuracy']) / 100, 9) for row in facts} <= set(range(33))
+    data = load(path)[1]['data']                                # one that knows the next token, one the token behind it
+    monkeypatch.setattr(data_rows_py, 'predict', lambda ahead, x, *_: (F.one_hot(x[0].roll(-ahead), data.vocab_size), 0, 0))
+    found = beyond.accuracy_on_facts(bench.Args(out=str(tmp_path), device='cpu'), data, {'right': 1, 'wrong': 2})
+    assert [row['accuracy'] for row in found] == 2 * [100, 0]
+    written = [json.loads(line)['messages'] for line in (tmp_path / 'facts-4.jsonl').read_text().splitlines()]
+    for messages in written:
+        told = messages[0]['content'].split('. ')
+        for asked, answer in zip(messages[::2], messages[1::2]):
+            assert answer['content'][:-1] in told and asked['content'].endswith(f"What is {answer['content'].split()[0]} number?")
+    assert len(written) == 10 and len({str(messages) for messages in written}) == 10
+
+
+# ---- 17. All scripts: refusals and flags; one line that says why, exit code 2, nothing half-written --------
+
+DEFAULTS = {train: ['--data=TEXT', '--out=out', *TINY, '--steps=1'], sample: ['--init=SOFTMAX'],
+            convert: ['--from=SOFTMAX', '--out=out'], bench: [], prepare: []}
+ENCODER = '--causal=false --n_layer=1 --n_head=2 --n_embd=16 --data=THREES '
+REFUSED = {     # script: flags: what is said of them, as a regular expression; one row for each refusal
+    train: {
+        '--ruel=delta': '--rule', '--rule=dleta': r'mean delta\?', '--steps=1.5': 'whole number',
+        '--lr=nan': 'a number', '--dropout=1': r'at most 0\.99', '--carry=maybe': 'true or false',
+        '--steps': '--steps: expected one', '--out=': '--out', '--device=tpu9': '--device',
+        '--n_embd=33': 'n_head', '--n_embd=12 --n_head=4 --pos=rope': 'even',
+        '--layers=delta,sum --rule=sum': '--rule=sum --layers=delta,sum: give one of them',
+        '--layers=delta,window --sinks=2': 'no layer of delta,window uses it; leave it out, or take sink',
+        '--rule=decay --norm=attn': 'denominator of its own', '--rule=kda --phi=elu --norm=attn': 'negative',
+        '--rule=sum --phi=identity --norm=attn': 'zero or negative', '--norm=sum': 'sum of the features',
+        '--phi=elu --norm=none': 'diverges', '--rule=h2o --overflow=sum': '--overflow',
+        '--phi=nope': 'no such feature map; choose',
+        '--phi=elu:3': 'takes nothing', '--phi=dpfp:16': r'1\.\.15', '--phi=hedgehog:x': 'forms',
+        '--n_embd=2 --n_head=2': 'the one channel of a head', '--phi=favor:many': 'a whole number above 0',
+        '--phi=exp:nan': 'a number above 0',
+        '--resume': 'no such file', '--out=TEXT': 'File exists',
+        '--carry --pos=learned': 'learned positions', '--carry --phi=favor --rule=sum': 'redrawn',
+        '--carry --data=recall': 'nothing to do with each other', '--carry --batch_size=999': 'than a row',
+        '--block_size=100000': 'longer text',
+        '--data=stdlib --val_tokens=9': 'more --val_tokens',
+        '--init=SOFTMAX --out=FOLDER': 'it holds the model',
+        '--init=SOFTMAX --layers=sum,softmax': 'convert.py --from=.* --layers=sum,softmax',
+        '--init=SOFTMAX --conv=0': '--conv=0: not what the weights of .* are for',
+        '--init=SOFTMAX --data=CHARACTERS': 'not in the tokens wanted .*a set that can be made in',
+        '--init=LEARNED --block_size=17': 'rows of 17 .* learned 16 positions; take a smaller --block_size',
+        '--tokenizer=bpe:65537': '257 to 65,536',
+        ENCODER + '--rule=tova': 'step by step', ENCODER + '--rule=delta --norm=attn': 'keys so far',
+        '--causal=false --data=recall': 'lines 0<TAB>text', '--encoder=1 --data=recall': 'such as multi30k',
+        '--encoder=1 --causal=false': '--causal is for .with classes., --encoder is for .with pairs.',
+        '--data=PAIRS --overflow=sum --rule=sink': 'classes or translations',
+        ENCODER + '--writes=2': '--writes is for .several writes', '--writes=2 --pos=rope': 'rope',
+        '--writes=2 --phi=elu --norm=attn': 'one key'},
+    sample: {
+        '--rule=tova --cache=0': 'at least 1', '--system=x': 'means nothing',
+        '--model=x': r'mean --init\?', '--temp=1': r'mean --temperature\?',
+        '--rule=sink --cache=4': '--sinks=4', '--rule=window --overflow=sum:elu': 'hedgehog',
+        '--positions=compress': 'bounded cache',
+        '--beam=2': '--beam means nothing', '--source=a': 'knows no pairs',
+        '--init=TALKER --prompt=\u20ac': '\u20ac',
+        '--tokens=0 --save_state=x.st': 'nothing is read yet',
+        '--init=GATED_DELTA --rule=tova': 'no softmax layers, only 2 x gated_delta',
+        '--rule=delta': 'python convert.py --from=.* --rule=delta',
+        '--init=READER --prompt="1 2 3 4 1 2 3 4"': 'at most 7',
+        '--init=READER --tokens=9': '--tokens means nothing', '--lines': '--lines is for classifiers',
+        '--init=TRANSLATOR --source="1 2\n\n3"': 'text 2 has 0',
+        '--init=TRANSLATOR --source=@EMPTY': 'there is no text', '--init=TRANSLATOR': 'there is no text to translate',
+        '--init=TRANSLATOR --source=1 --save_state=x': '--save_state means nothing',
+        '--html=x.html --samples=2': 'shows one text', '--init=READER': 'no text to classify',
+        '--html=x.html --rule=tova --cache=8 --positions=compress': 'of window and sink alone',
+        '--save_state=TEXT/x.st': 'File exists', '--html=FOLDER': 'a folder; give the name'},
+    convert: {
+        '--from=GATED_DELTA': 'has softmax layers', '--rule=delta --distil=ce': 'none: take mse',
+        '--data=SCRAP': '--row', '--phi=t2r --fold': '--fold', '--from=WINDOW': 'no other cache',
+        '--from=LINK --out=FOLDER': 'it holds the teacher', '--rule=softmax': 'would change',
+        '--recipe=hybrid --cache=16': 'never leave',
+        '--rule=tova --cache=8 --overflow=sum:slots': 'train with --rule=sink',
+        '--keep=2': 'fewer than the 2 softmax', '--row=17': 'rows of 16',
+        '--from=FOLDER': 'give the file ckpt', '--from=a/b/c': 'no such file or folder',
+        '--from=TRANSLATOR --swap=decoder': 'choose from self', '--export=': '--export=: give a folder',
+        '--export=x --steps=3': 'means nothing', '--export=FOLDER': 'holds the model of --from',
+        '--eval_rows=1': 'at least 2'},
+    bench: {
+        'decode --only=sum': 'means nothing', '--seed=1 decode': 'decode: no such flag',
+        'batch --lengths=3,4': 'takes one',
+        'batch --budget=1 --lengths=8192': '--budget', 'language --data=recall': 'a task',
+        'recall --only=elu,elo': 'choose from softmax',
+        'capasity': r'mean capacity\?; choose from decode', 'decode --lengths=4k': '--lengths',
+        'lra --data=nope': 'choose from listops',
+        'cache --init=GATED_DELTA': 'softmax layers', 'monotone --init=TRANSLATOR': 'this suite wants a text',
+        'transfer --init=ROPE --steps=2 --data=TEXT': 'give another text',
+        'far --lengths=70 --init=ROPE --beside=TALKER': 'are not those of',
+        'real --init=ROPE': '--beside= is missing',
+        'far --lengths=70 --init=LEARNED': '16 positions'},
+    prepare: {
+        'mnist-9': "no data set or file 'mnist-9'", '': "no data set or file ''; choose from",
+        'listops-63': '64 to 8,192',
+        'mnist --file=WORDS': 'not the file of mnist: sha256 is',
+        'recall --tokenizer=byte': 'can be ids', 'WORDS --file=x': 'means nothing',
+        'facts-127 --file=WORDS': '127 tokens: facts needs 128 or more$',
+        'facts-128 --file=FEW_WORDS': '4 different words',
+        'group:Q8': "no .*'group'.* group:Z2, group:S3, group:A5",
+        'WORDS --tokeniser=byte': r'mean --tokenizer\?'}}
+
+@pytest.mark.parametrize('script, flags', [(script, flags) for script in REFUSED
+                                           for flags in REFUSED[script]],
+                         ids=lambda x: x if isinstance(x, str) else x.__name__)
+def test_what_cannot_be_is_refused_in_one_line(script, flags, places, tmp_path, monkeypatch, capsys):
+    given = shlex.split(flags)
+    named = {flag.split('=')[0] for flag in given}
+    argv = [flag for flag in DEFAULTS[script] if flag.split('=')[0] not in named]
+    argv = [filled(flag, places) for flag in argv + given]
+    monkeypatch.chdir(tmp_path)
+    if script is prepare:
+        monkeypatch.setattr(prepare, 'FOLDER', str(tmp_path))
+    assert re.search(REFUSED[script][flags], refused(capsys, script.main, *argv))
+    assert not list(tmp_path.rglob('*' if script is train else '*.*'))
+
+def test_memory_that_cannot_be_had_is_told_in_one_line(capsys):
+    """2^50 entries: no machine has as many addresses. Another RuntimeError is a fault, and stays one."""
+    for make in torch.empty, np.empty:
+        assert 'take fewer or shorter rows' in refused(capsys, errors.script(make), 2 ** 50)
+    for text in 'CUDA out of memory', "DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes":
+        assert text in refused(capsys, errors.script(Mock(side_effect=RuntimeError(text))))
+    with pytest.raises(RuntimeError, match='shapes'):
+        errors.script(Mock(side_effect=RuntimeError('shapes do not match')))([])
+
+def test_a_package_that_is_missing_is_named_before_any_work(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'tokenizers', None)        # as if it were not installed
+    for main, argv in (train.main, [f'--data={text}', f'--out={tmp_path}/no']), (prepare.main, [text]):
+        assert 'pip install tokenizers' in refused(capsys, main, *argv, '--tokenizer=bpe:302')
+    assert not os.listdir(tmp_path)
+
+def test_help_lists_every_flag(capsys):
+    """Once, the often needed ones first. And no number of a flag is without bounds."""
+    for script, classes in (train, [train.Args, model_py.Config, *models.flags()]), (sample, [sample.Args]), (convert, [convert.Args]):
+        with pytest.raises(SystemExit) as e:
+            script.main(['--help'])
+        assert not e.value.code
+        listed = re.findall(r'^  --(\w+)', capsys.readouterr().out, re.M)
+        often = script.OFTEN.split()
+        assert listed[:len(often)] == often and len(listed) == len({*listed})
+        fields = [field for c in classes for field in dataclasses.fields(c) if field.metadata.get('help')]
+        assert {field.name.rstrip('_') for field in fields} <= {*listed}
+        for field in fields:
+            assert field.type not in (int, float) or all(map(math.isfinite, field.metadata['range']))
+
+@pytest.mark.parametrize('run, stream, code', [
+    ('data/prepare.py nowhere', '2>&-', 2), ('data/prepare.py --help', '>&-', 0),
+    ('data/prepare.py SET', '2>&1 | true', 141)])
+def test_closed_streams_end_in_silence(run, stream, code, characters):
+    """A pipe's reader has gone before anything is written."""
+    run = f'{sys.executable} {run}'.replace('SET', characters)
+    command = f'{{ sleep .3; {run}; }} {stream}; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(['bash', '-c', command], cwd=HERE, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, '', '')
+
+
+# ---- 18. The repository itself -----------------------------------------------------------------------------
 
 ROOMS = [               # a file imports only from rows above its own; papers do not import each other
     'fastweight', 'caches', 'fast.caches fast.chunks fast.convolution', 'kernels',
@@ -4797,127 +4915,3 @@ def test_every_exercise_has_an_answer():
     tests = [name for name in globals() if name.startswith('test_exercise_')]
     assert re.findall(r'^`(test_exercise_\w+)`', answers, re.M) == tests
     assert 'assets/ANSWERS.md' in (HERE / 'README.md').read_text()
-
-
-# ==== Behind: models in the hub's layout, a server and its faults ===========================================
-
-SIZES = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=4, intermediate_size=12)
-LAYOUTS = dict(     # names in transformers, sizes
-    gpt2=('GPT2', 'LMHeadModel', dict(n_layer=2, n_head=4, n_embd=16, n_inner=12, vocab_size=30, n_positions=16)),
-    llama=('Llama', 'ForCausalLM', dict(SIZES, head_dim=6, max_position_embeddings=16, rms_norm_eps=1e-5)),
-    mistral=('Mistral', 'ForCausalLM', dict(SIZES, head_dim=6, sliding_window=7)),
-    qwen2=('Qwen2', 'ForCausalLM', dict(SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1)),
-    qwen3=('Qwen3', 'ForCausalLM', dict(SIZES, head_dim=6)),
-    qwen3_5_text=('Qwen3_5', 'ForCausalLM', dict(
-        SIZES, head_dim=16, layer_types=['linear_attention', 'full_attention'], linear_num_key_heads=2,
-        linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=10)),
-    olmo_hybrid=('OlmoHybrid', 'ForCausalLM', dict(
-        SIZES, head_dim=6, layer_types=['linear_attention', 'full_attention'], linear_num_key_heads=2,
-        linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=10, rope_theta=None, pad_token_id=None,
-        eos_token_id=None)),
-    bert=('Bert', 'ForSequenceClassification', dict(SIZES, vocab_size=300, max_position_embeddings=16,
-                                                    pad_token_id=3)),
-    vit=('ViT', 'ForImageClassification', dict(SIZES, image_size=8, patch_size=4)))
-EMBEDS = 'gpt2', *LLAMAS
-
-def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, dtype=torch.float32, tied=True, vocab=30,
-                  groups=1, classes=3, **more):
-    """A model of transformers, of two layers with random weights, as the hub keeps it -> functions to its last
-    norm and to its logits, from tokens or from pictures of 8 x 8 pixels 0..255. old: names of 2018, and no
-    pooler; more: for config.json"""
-    hf = pytest.importorskip('transformers')
-    name, head, sizes = LAYOUTS[kind]
-    rope = {key: copy.copy(value) for key, value in more.items() if key.startswith('rope')}
-    given = sizes | ({} if 'yarn' in str(rope) else rope)
-    if kind in LLAMAS:
-        given.update(vocab_size=vocab, num_key_value_heads=groups)
-    given.update(dict(tie_word_embeddings=tied) if kind in EMBEDS else dict(num_labels=classes))
-    config = getattr(hf, f'{name}TextConfig' if kind == 'qwen3_5_text' else f'{name}Config')(**given)
-    model = getattr(hf, name + (head if classes or kind in EMBEDS else 'Model'))(config).eval()
-    for part, p in model.named_parameters():
-        fast = 2 * part.endswith('A_log')               # log-decays to about -20
-        p.data = (torch.randn(p.shape) / p.shape[-1] ** .5 + fast).to(dtype).float()
-    kept = {'h.0.attn.bias': torch.ones(1, 1, 16, 16)} if kind == 'gpt2' else {}    # a mask, in older files
-    model.save_pretrained(folder)
-    tensors = load_file(folder / 'model.safetensors')
-    for key in [key for key in tensors if 'q_conv1d' in key]:       # transformers 5.24 writes them as three thirds
-        convs = [key.replace('q_conv1d', f'{x}_conv1d') for x in 'qkv']
-        sizes = [len(tensors[name.replace('conv1d', 'proj')]) for name in convs]
-        tensors.update(zip(convs, torch.cat([tensors[name] for name in convs]).split(sizes)))
-    for key, x in tensors.items():
-        if old:
-            key = key.replace('m.weight', 'm.gamma').replace('m.bias', 'm.beta')
-        if not prefix:
-            key = key.removeprefix(f'{model.base_model_prefix}.')
-        if not (old and 'pooler' in key):
-            kept[key] = x.to(dtype, copy=True)
-    (folder / 'model.safetensors').unlink()
-    (folder / 'generation_config.json').unlink(missing_ok=True)
-    put(folder, 'config.json', json.dumps({**given, 'model_type': kind, **more}))
-    files = ['model.safetensors'] if shards == 1 else [f'model-{i}.safetensors' for i in range(shards)]
-    where = {key: files[i % shards] for i, key in enumerate(kept)}
-    for file in files:
-        save_file({key: x for key, x in kept.items() if where[key] == file}, folder / file)
-    if shards > 1:
-        put(folder, 'model.safetensors.index.json', json.dumps({'weight_map': where}))
-
-    def of(model, x):
-        how = dict(pixel_values=(x / 255 - .5) / .5) if kind == 'vit' else dict(input_ids=x)
-        return model(**how, **dict(attention_mask=x != 3) if kind == 'bert' else {})
-    return lambda x: of(model.base_model, x).last_hidden_state, lambda x: of(model, x).logits
-
-@contextlib.contextmanager
-def served(contents, fault):
-    """A server of contents by path -> its address, and the list of paths it was asked for. They meet a fault: a
-    status, 'silent', 'cut', or another content; or none."""
-    asked, over = [], threading.Event()
-
-    class Server(http.server.BaseHTTPRequestHandler):
-        log_message = Mock()
-
-        def do_GET(self):
-            asked.append(self.path)
-            sent = contents[self.path]
-            if fault == 'silent':
-                return over.wait()
-            if isinstance(fault, int):
-                return self.send_error(fault)
-            if isinstance(fault, bytes):
-                sent = fault
-            self.send_response(200)
-            self.send_header('Content-Length', str(len(sent)))
-            self.end_headers()
-            self.wfile.write(sent[:5] if fault == 'cut' else sent)
-    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Server) as server:
-        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
-        yield f'http://127.0.0.1:{server.server_port}', asked
-        over.set()
-        server.shutdown()
-
-@pytest.mark.parametrize('fault', [None, 'cut', 404, b'<html>sign in</html>', 'silent'])
-def test_downloads_end_whole_or_not_at_all(fault, tmp_path, monkeypatch):
-    """Two files, from a server that cuts, fails, sends web pages, is silent. Nothing wrong is
-    left. Other rows are made of the same files, as long as they are those."""
-    bodies = PUBLISHED['trec']
-    known = {base: hashlib.sha256(body).hexdigest() for base, body in bodies.items()}
-    monkeypatch.setattr(files, 'TIMEOUT', .2 if fault == 'silent' else 10)
-    with served({'/' + base: body for base, body in bodies.items()}, fault) as (address, asked):
-        entry = prepare.DATASETS['trec']._replace(files=known, urls=[address])
-        monkeypatch.setitem(prepare.DATASETS, 'trec', entry)
-        if fault is None:
-            prepare.load_set('trec', str(tmp_path))
-            assert {base: (tmp_path / 'trec' / base).read_bytes() for base in bodies} == bodies
-            assert prepare.load_set('trec-16', str(tmp_path))[2].row == 16
-            assert len(asked) == 2
-            (tmp_path / 'trec' / next(iter(bodies))).write_bytes(b'1 What ?')
-            with pytest.raises(ValueError, match='is not the file of trec: sha256 is'):
-                prepare.prepare('trec', str(tmp_path))
-        else:
-            with pytest.raises(ValueError, match='by hand') as e:
-                prepare.load_set('trec', str(tmp_path))
-            place = tmp_path / 'trec' / next(iter(bodies))
-            assert f'{address}/{place.name}: ' in str(e.value) and str(place) in str(e.value)
-            assert '\n' not in str(e.value) and len(asked) == 1
-            assert not list(tmp_path.rglob('*.*'))
-    with pytest.raises(ValueError, match='by hand'):                # nobody answers
-        prepare.load_set('trec', str(tmp_path / 'down'))
