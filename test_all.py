@@ -629,8 +629,8 @@ def test_exercise_8_the_layer_of_qwen_3_5():
     from exercise import qwen
     shapes = dict(qkv=(12, 8), conv=(4, 12), b=(1, 8), a=(1, 8), A=(), dt=(), norm=(4,), z=(4, 8), out=(8, 4))
     w = {name: torch.randn(shape) for name, shape in shapes.items()}
-    config = Config(rule='gated_delta', n_embd=8, n_head=1, head_dim=4, qkv_conv=4, phi='identity', beta_max=1,
-                    out_gate='silu', out_eps=4e-6)
+    config = pretrained.PretrainedConfig(rule='gated_delta', n_embd=8, n_head=1, head_dim=4, qkv_conv=4,
+                                         phi='identity', beta_max=1, out_gate='silu', out_eps=4e-6)
     mixer = pretrained.PretrainedMixer(config, 'gated_delta')
     mixer.load_state_dict({
         'qkv.weight': w['qkv'], 'conv.weight': w['conv'], 'gate.weight': w['z'], 'proj.weight': w['out'],
@@ -709,20 +709,10 @@ from students import begin, fold, judge, lora, stages
 
 HERE = Path(__file__).resolve().parent
 
-def Config(**given):
-    """The Config of the first kind of model that has these fields."""
-    given = {name: x for name, x in given.items() if x != model_files.ABSENT.get(name, model_files)}
-    return models.asked_for(given).config_class(**given)
-
-def hybrid_cache(rule, n_embd, n_head, head_dim, **given):
-    """The cache of a layer, maybe with a matrix beside it"""
-    return hybrid.HybridCache(rule, n_embd, n_head, n_head, head_dim, rope, hybrid.HybridConfig(rule=rule, **given))
-
-def GPT(config):
-    """A model with this Config."""
-    if config.norm == 'attn' and any(RULES[rule].erases for rule in config.rules):
-        return ablation.DividedByKeys(config)
-    return next(cls for cls in map(models.named, models.KINDS) if cls.config_class is type(config))(config)
+def built(**given):
+    """A model of the first kind that has all of this in its Config"""
+    cls = models.asked_for(given)
+    return cls(cls.config_class(**given))
 
 PLAIN_STATE = [name for name in RULES if not RULES[name].keeps]
 VARIED = ['gated_delta', 'softmax', 'tova']     # one of each kind of state
@@ -825,7 +815,7 @@ def filled(flag, places):
 def small(**flags):
     """A model in fp64 whose weights are far from any special place: nothing hides behind a zero."""
     sizes = dict(n_layer=2, n_head=2, n_embd=16, block_size=32)
-    model = GPT(Config(**sizes | flags)).double().eval()
+    model = built(**sizes | flags).double().eval()
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)
     return model
@@ -1466,10 +1456,10 @@ def test_model_can_be_cut_and_leaks_nothing(flags, monkeypatch):
 def test_a_seed_gives_the_weights_and_logits_it_has_always_given():
     """The same draws in the same order as in commit 0db4890, whose last norm began with a gain of 1."""
     torch.manual_seed(0)
-    m = GPT(Config(layers='delta,decay,softmax', n_layer=3, beta_max=1.0))
+    m = built(layers='delta,decay,softmax', n_layer=3, beta_max=1.0)
     found = m(torch.arange(20)[None])[0][0, -1, :4]
     near(10 * found, torch.tensor([-0.3310, -6.5162, 1.2637, -6.7830]), 1e-3)
-    assert not [name for name in GPT(Config(out_norm=False)).state_dict() if 'out_norm' in name]
+    assert not [name for name in built(out_norm=False).state_dict() if 'out_norm' in name]
 
 def test_a_rule_a_map_and_a_policy_of_your_own_may_come_at_any_time(a_model, monkeypatch):
     monkeypatch.setitem(POLICIES, 'odd', lambda a, total, pos, v, t, cache, sinks: pos % 2 + pos / 1e3)
@@ -1477,10 +1467,10 @@ def test_a_rule_a_map_and_a_policy_of_your_own_may_come_at_any_time(a_model, mon
     monkeypatch.setitem(RULES, 'mine', fastweight.Rule('sum by cubes', 'cube', 'attn'))
     monkeypatch.setitem(RULES, 'oddly', fastweight.Rule('keeps odd places', keeps='odd'))
     assert load(a_model('--rule=softmax'), rule='oddly', cache=4)[0].config.rules == 2 * ['oddly']
-    GPT(Config(rule='softmax', layers='mine,oddly', cache=4, beta_max=2.0)).read(torch.zeros(1, 9, dtype=int))
+    built(rule='softmax', layers='mine,oddly', cache=4, beta_max=2.0).read(torch.zeros(1, 9, dtype=int))
     for wrong in dict(rule='yours'), dict(layers='yours'), dict(encoder=1, cross='yours'):
         with pytest.raises(ValueError, match='gdn2, softmax, .*mine'):
-            Config(**wrong)
+            built(**wrong)
     for bounded in caches.bounded, fast.caches.bounded:
         test_policies_agree_with_the_book_token_for_token('odd', bounded)
 
@@ -1489,14 +1479,14 @@ def test_a_rule_a_map_and_a_policy_of_your_own_may_come_at_any_time(a_model, mon
     (dict(norm='zzz'), '--norm=zzz: one of attn, sum'), (dict(n_head=0), 'a whole number, at least 1')], ids=str)
 def test_what_no_flag_says_is_refused_in_python_too(given, why):
     with pytest.raises(ValueError, match=why):
-        GPT(Config(**dict(n_layer=1, n_embd=16, n_head=4) | given))
+        built(**dict(n_layer=1, n_embd=16, n_head=4) | given)
 
 @pytest.mark.parametrize('flags', [dict(rule=rule, cache=8) for rule in RULES] + [
     dict(rule='window', cache=4, overflow='sum:hedgehog'), dict(rule='softmax', causal=False, classes=3, patch=2)],
     ids=str)
 def test_weights_in_bfloat16_give_nearly_the_same(flags):
     """At once and step by step; the states of matrices are fp32."""
-    m, tokens = GPT(Config(n_layer=2, n_head=2, n_embd=16, block_size=32, **flags)).eval(), torch.randint(9, (2, 8))
+    m, tokens = built(n_layer=2, n_head=2, n_embd=16, block_size=32, **flags).eval(), torch.randint(9, (2, 8))
     with torch.inference_mode():
         exact = m(tokens)[0]
         model_files.round_weights(m)
@@ -1568,6 +1558,10 @@ def test_draws_are_those_of_multinomial(monkeypatch):
 
 # ---- 9. models/: a matrix beside a cache, published layers, several writes, encoders, translators; their files ----
 
+def hybrid_cache(rule, n_embd, n_head, head_dim, **given):
+    """The cache of a layer, maybe with a matrix beside it"""
+    return hybrid.HybridCache(rule, n_embd, n_head, n_head, head_dim, rope, hybrid.HybridConfig(rule=rule, **given))
+
 def test_slots_are_read_by_the_mean_of_the_keys_in_them():
     """Step by step: a key's weight is the sum, over slots, of its share times e^(q.c / sqrt(d))."""
     layer = hybrid.Slotted('sum', 8, 2, 4, 'slots:3', 'attn').double().eval()
@@ -1633,7 +1627,7 @@ def test_slots_beside_compressed_positions_are_chosen_by_keys_before_rope():
     slots = (mean @ q_t / 8 ** .5).exp()
     wanted = slots @ (w.mT @ v[0, 0, :24]) / (slots @ w.sum(0))
     near(layer(torch.randn(1, 30, 8, dtype=f64), q, k, v)[0][0, 0, -1], wanted, 1e-5)
-    config = Config(rule='sink', overflow='sum:slots', positions='compress')
+    config = hybrid.HybridConfig(rule='sink', overflow='sum:slots', positions='compress')
     with pytest.raises(ValueError, match='--positions=true: the matrix of M learned'):
         model_files.with_other_cache(hybrid.Hybrid, config, 'M', positions='true')
     assert not model_files.with_other_cache(hybrid.Hybrid, config, 'M', positions='true', overflow='')[1].overflow
@@ -1692,8 +1686,8 @@ def test_the_layer_of_mamba_2_shares_keys_and_has_a_skip():
     """Up to its norm, which comes after the gate there, and the bias of its convolution."""
     theirs = of_transformers('mamba2.modeling_mamba2', 'Mamba2Mixer', 'Mamba2Config', hidden_size=24, num_heads=4,
                              head_dim=12, state_size=6, n_groups=2, chunk_size=32, use_conv_bias=False).eval()
-    config = Config(rule='mamba2', n_embd=24, n_head=4, key_heads=2, key_dim=6, value_dim=12, qkv_conv=4,
-                    phi='identity', skip=True, out_norm=False)
+    config = pretrained.PretrainedConfig(rule='mamba2', n_embd=24, n_head=4, key_heads=2, key_dim=6, value_dim=12,
+                                         qkv_conv=4, phi='identity', skip=True, out_norm=False)
     mixer = pretrained.PretrainedMixer(config, 'mamba2')
     gate, v, k, q, dt = theirs.in_proj.weight.split([48, 48, 12, 12, 4])
     v_conv, k_conv, q_conv = theirs.conv1d.weight[:, 0].split([48, 12, 12])
@@ -1804,7 +1798,7 @@ def test_a_decoder_keeps_its_own_first_tokens(rule):
 @pytest.mark.parametrize('rule', translator.SOURCE_RULES)
 def test_cross_attention_is_all_of_the_source_and_then_a_query(rule):
     """Fast weights by the definition, step by step; softmax by explicit weights."""
-    c = Config(**PAIRS | dict(rule=rule, norm='' if rule == 'softmax' else 'l2'))
+    c = translator.TranslatorConfig(**PAIRS | dict(rule=rule, norm='' if rule == 'softmax' else 'l2'))
     cross = translator.Cross(c, rule).double().eval()
     x, u = torch.randn(2, 1, 6, 32, dtype=f64)
     _, k, v = cross.project(x)
@@ -2486,7 +2480,7 @@ def test_batches_and_processes_are_parts_of_one_larger_batch(kind, text, turned_
     train_side, val, meta = prepare.load_set(name, like=like)
     T = meta.row or 16
     data = made_rows(train_side, val, meta, T, torch.device('cpu'), 8)
-    config = Config(n_layer=2, n_head=2, n_embd=16)
+    config = model_py.Config(n_layer=2, n_head=2, n_embd=16)
     model = starts.built(train.Args(), model_py.GPT, config, data, {}).double()         # of the kind of the data
 
     def gradients(batch_size, accum, world=1):
@@ -3183,7 +3177,7 @@ def test_training_learns_and_logs(text, tmp_path, capsys, monkeypatch):
     assert load(tmp_path / 'best.safetensors')[1]['data'].tokenizer == 'byte'
 
 def test_weights_decay_in_matrices_alone():
-    model = GPT(Config(rule='gated', n_layer=1, n_head=2, n_embd=16, block_size=16))
+    model = built(rule='gated', n_layer=1, n_head=2, n_embd=16, block_size=16)
     for group in train.adamw(model, 1e-2, .1).param_groups:
         assert all((p.dim() == 2) == (group['weight_decay'] == .1) for p in group['params'])
 
@@ -3231,7 +3225,7 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     folder = prepare.prepare(text, tokenizer='char')
     _, val, meta = prepare.load_set(folder)
     x = torch.from_numpy(val.astype(np.int64))
-    model = GPT(Config(n_layer=1, n_head=1, n_embd=8, block_size=16)).eval()
+    model = built(n_layer=1, n_head=1, n_embd=8, block_size=16).eval()
     data = made_rows(None, val, meta, 16, torch.device('cpu'))
 
     carried = train.evaluate(model, dataclasses.replace(data, T=100), carried=True)
@@ -3250,8 +3244,8 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     before = {path.name: path.read_bytes() for path in (tmp_path / 'out').iterdir()}
     assert shown[0] in written(capsys, *again, f'--out={tmp_path}/out', main=train.main)[0]
     assert {path.name: path.read_bytes() for path in (tmp_path / 'out').iterdir()} == before
-    both = GPT(Config(rule='sink', cache=8, overflow='sum:favor', n_layer=1, n_head=1, n_embd=8, block_size=16,
-                      vocab_size=meta.vocab_size))
+    both = built(rule='sink', cache=8, overflow='sum:favor', n_layer=1, n_head=1, n_embd=8, block_size=16,
+                 vocab_size=meta.vocab_size)
     save(tmp_path / 'both.safetensors', both, {'data': meta, 'args': {'data': folder}})
     flags = f'--init={tmp_path}/both.safetensors', *again[1:], '--rule=tova', f'--out={tmp_path}/no'
     assert 'validation, blocks of 16' in written(capsys, *flags, main=train.main)[0]    # though it cannot train so
@@ -3675,7 +3669,7 @@ def converted(teacher, out, *flags):
 
 def test_softmax_alone_is_swapped():
     """Where it stands among others, and in the places of a translator that are named."""
-    mixed = GPT(Config(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16))
+    mixed = built(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16)
     student, new = convert.swap(mixed, dict(rule='gla-beta'))
     assert student.config.rules == ['delta', 'gla-beta'] and all('blocks.1' in name for name in new)
     with pytest.raises(ValueError, match='fast weights already'):
@@ -3760,7 +3754,7 @@ def test_stage_1_passes_over_padding(kind):
     """What it says of rows that end in padding is what it says of them without."""
     shape = dict(n_layer=1, n_embd=16, n_head=2, vocab_size=10, pad=9, rule='softmax', block_size=20)
     for more in dict(causal=False, classes=2), dict(encoder=1, source=8):
-        teacher = GPT(Config(**shape | more)).double().eval()
+        teacher = built(**shape | more).double().eval()
         student = convert.swap(teacher, dict(rule='sum', phi='hedgehog'))[0].double()
         for p in student.parameters():
             p.data = p.data + 0.1 * torch.randn_like(p)
@@ -3866,7 +3860,7 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
     result = json.loads((tmp_path / 'result.json').read_text())
     assert result['steps'] == 3
     assert [result['recovered']] == [row['recovered'] for row in found['table'] if row['model'] == 'fine-tuned']
-    assert caches_beside(found['table'], Config(**found['config'])) == 3
+    assert caches_beside(found['table'], load(tmp_path / 'ckpt.safetensors')[0].config) == 3
     again = [row['model'] for row in found['table'] if row['model'].startswith('the same')]
     assert bool(again) == flags.startswith('--recipe=hybrid')
     if found['distil'] == 'ce':
@@ -4056,7 +4050,7 @@ def test_lora_begins_as_nothing_and_ends_in_the_weights(more):
 @pytest.mark.parametrize('flags', [dict(), dict(post_norm=True), dict(causal=False, pad=0, conv=3),
                                    dict(norm_after=True, qk_norm=True, qk_norm_all=True)])
 def test_through_tells_what_forward_computes(flags):
-    m = GPT(Config(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16, **flags)).double()
+    m = built(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16, **flags).double()
     tokens = torch.randint(1, 256, (2, 9))
     if 'pad' in flags:
         tokens[1, 6:] = 0
@@ -4381,7 +4375,7 @@ def test_bench_leaves_out_what_fails_and_compares_with_attention_alone(capsys):
 @pytest.mark.parametrize('rule', ['softmax', 'tova', 'delta'])
 def test_bench_goes_on_from_states_of_their_true_size(rule):
     """As if it had read all these tokens."""
-    model = GPT(Config(rule=rule, cache=3, n_layer=2, n_head=2, n_embd=16)).eval()
+    model = built(rule=rule, cache=3, n_layer=2, n_head=2, n_embd=16).eval()
     true = pack(model.read(torch.randint(256, (2, 9))))
     token, state = bench.far_along(model, 2, 9)
     found = pack(state)
