@@ -684,27 +684,22 @@ import sample
 import train
 import memory
 import models
-from common import errors, files, machine
-from common import flags as flags_py
-from common import weights as weights_py
-from look import page as page_py, watch
-from look.watch import through
+from common import errors, files, flags as flags_py, machine, weights as weights_py
 from common.weights import pack
-from data import chat, prepare, tasks, vocabulary, ways
-from data import sources as sources_py
+from data import chat, prepare, rows as data_rows_py, sources as sources_py, tasks, vocabulary, ways
 from data.kinds import TRAVELS, Data
-from data import rows as data_rows_py
-from data.rows import Rows
-from data.rows import rows_of as made_rows
+from data.rows import Rows, rows_of as made_rows
 from data.sets import find_set
-from runs import answers, log as log_py, processes, starts, talk
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES
 from hub import folders, texts
+from look import page as page_py, watch
+from look.watch import through
 from memory import pick_forms
 from model import load, rope, save
 from models import ablation, files as model_files, hybrid, pretrained, translator, writes
 from papers import beyond, harness, oren, report, schlag, zhang
 from papers.suites import Way
+from runs import answers, log as log_py, processes, starts, talk
 from students import begin, fold, judge, lora, stages
 
 HERE = Path(__file__).resolve().parent
@@ -955,21 +950,16 @@ def test_autocast_leaves_the_recurrence_alone(form):
         grads.append([o, S, *torch.autograd.grad(o.sum() + S.sum(), leaf)])
     near(*grads, 1e-6)
 
-def test_the_rule_of_rwkv_7_is_two_writes_a_token():
-    """S_t = S_{t-1} (diag(w) - c (a c)^T) + v k^T, |c| = 1. Peng 2025, arXiv:2503.14456: the first write, with the
-    key a c, forgets and erases what S_{t-1} has for c, the second adds v for k."""
-    r, k, c, a, w = torch.randn(5, 2, 3, 13, 6, dtype=f64)
-    v, c, a, w = torch.randn(2, 3, 13, 5, dtype=f64), l2(c), a.sigmoid(), torch.exp(-math.exp(-.5) * w.sigmoid())
-    S, o = torch.zeros(2, 3, 5, 6, dtype=f64), []
-    for t in range(13):
-        erased = (S @ c[:, :, t, :, None]) * (a * c)[:, :, t, None]
-        S = S * w[:, :, t, None] - erased + v[:, :, t, :, None] * k[:, :, t, None]
-        o.append((S @ r[:, :, t, :, None])[..., 0])
-    at = partial(writes.spread, n=2)
-    for form in recurrent, chunked:
-        found, S_found = form(at(r, i=1), at(a * c, i=0) + at(k, i=1), at(v, i=1), erase=at(1 / (a * w), i=0),
-                              log_f=at(w.log(), i=0))
-        near([found[:, :, 1::2], S_found], [torch.stack(o, 2), S])
+def test_the_rule_of_rwkv_7_is_two_writes_a_token(monkeypatch):
+    """The first, with the key a c, forgets and erases what S_{t-1} has for c, the second adds v for k: this
+    solves exercise 6."""
+    def rwkv7(r, log_w, k, v, c, a, form):
+        at = partial(writes.spread, n=2)
+        o, S = form(at(r, i=1), at(a * c, i=0) + at(k, i=1), at(v, i=1), erase=at(1 / (a * log_w.exp()), i=0),
+                    log_f=at(log_w, i=0))
+        return o[:, :, 1::2], S
+    monkeypatch.setitem(sys.modules, 'exercise', Mock(rwkv7=rwkv7))
+    test_exercise_6_the_rule_of_rwkv_7_is_two_writes()
 
 def test_the_rule_of_comba_is_a_gated_delta_of_two_strengths():
     """S_t = S_{t-1} (a - b beta k k^T) + beta v k^T, o_t = S_t (q - d k), |k| = 1, numbers a, b, d. Hu 2025,
