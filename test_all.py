@@ -3245,52 +3245,39 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
         assert result['bits per byte'] == pytest.approx(result['val_loss'] * n / size / math.log(2))
         assert f'tion: {result["bits per byte"]:.4f} bits' in capsys.readouterr().out
 
-@pytest.mark.parametrize('flags, steps', [
-    ('--rule=gated', [3]), ('--rule=tova --carry --dtype=bfloat16', [3]),
-    *(pytest.param(f'--rule={rule}', [1, 2, 3, 4], marks=slow, id=f'soak-{rule}') for rule in VARIED)])
-def test_resume_is_bitwise_identical(flags, steps, text, tmp_path, monkeypatch):
-    """Of 5 steps every checkpoint is kept; going on from it ends in the same bits. gated redraws features."""
-    end, plain = tmp_path / 'out' / 'ckpt.safetensors', log_py.save
+@pytest.mark.parametrize('flags, number, steps', [
+    ('--rule=gated', signal.SIGINT, [3]), ('--rule=tova --carry --dtype=bfloat16', signal.SIGTERM, [1, 5]),
+    *(pytest.param(f'--rule={rule}', signal.SIGINT, [1, 2, 3, 4], marks=slow, id=f'soak-{rule}') for rule in VARIED)])
+def test_resume_is_bitwise_identical(flags, number, steps, text, tmp_path, monkeypatch, capsys):
+    """A run that is asked to stop saves its step, also the last one: a conversion has more stages. It goes on to the
+    same bits, and tells each step once: what the log has beyond the checkpoint, as after kill -9, goes. gated
+    redraws features."""
+    whole, batch, to_come = tmp_path / 'whole' / 'ckpt.safetensors', Rows.batch, []
 
-    def save_and_keep(path, model, meta, *more):
-        plain(path, model, meta, *more)
-        kept = tmp_path / str(meta['step'])
-        kept.mkdir(exist_ok=True)
-        shutil.copy(path, kept)
-    monkeypatch.setattr(log_py, 'save', save_and_keep)
-    trained(text, tmp_path / 'out', *flags.split(), '--accum=2', '--dropout=0.2', steps=5, eval_every=1)
-    monkeypatch.setattr(log_py, 'save', plain)
-    assert not same(end, tmp_path / '4' / end.name)
-    for k in steps:
-        again = tmp_path / str(k)
-        assert train.main(['--resume', f'--out={again}']) == 0
-        assert same(end, again / end.name), f'{flags}: resumed at step {k}'
-        assert weights_py.read_tensors(end)[1]['best'] == weights_py.read_tensors(again / end.name)[1]['best']
-        assert min(row['step'] for row in log(again) if 'step' in row) == k + 1    # went on, not anew
-
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM], ids=str)
-def test_a_run_that_is_asked_to_stop_saves_its_step_and_tells_each_once(number, text, tmp_path, monkeypatch, capsys):
-    """It goes on bit for bit. What the log has beyond the checkpoint, as after kill -9, goes."""
-    flags = '--rule=tova', '--carry', '--log_every=1'
-    trained(text, tmp_path / 'whole', *flags, steps=5)
-    batch = Rows.batch
-
-    def ask(self, begin, i):
-        os.kill(os.getpid(), number)
+    def batch_or_stop(self, begin, i):
+        if to_come and to_come.pop() == 0:
+            os.kill(os.getpid(), number)
         return batch(self, begin, i)
-    with monkeypatch.context() as m:
-        m.setattr(Rows, 'batch', ask)
-        for name, steps in ('last', 1), ('cut', 5):             # in the last step, too: a conversion has more stages
-            with pytest.raises(AssertionError):
-                trained(text, tmp_path / name, *flags, steps=steps)
-    assert 'stopped after step 1, which is saved: --resume with this --out goes on' in capsys.readouterr().err
-    with open(tmp_path / 'cut' / 'log.jsonl', 'a') as f:
-        f.write('{"step": 2, "loss": 7.0}\n{"step": 1, "lo')
-    assert train.main(['--resume', f'--out={tmp_path / "cut"}']) == 0
-    assert weights_py.read_tensors(tmp_path / 'last' / 'ckpt.safetensors')[1]['step'] == 1
-    assert same(*(tmp_path / name / 'ckpt.safetensors' for name in ('cut', 'whole')))
-    told = [[(row['step'], row['loss']) for row in log(tmp_path / name) if 'loss' in row] for name in ('cut', 'whole')]
-    assert told[0] == told[1] and len(told[0]) == 5
+
+    def told(out):
+        return [(row['step'], row.get('loss'), row.get('val_loss')) for row in log(out) if 'step' in row]
+    monkeypatch.setattr(Rows, 'batch', batch_or_stop)
+    run = partial(trained, text, steps=5, eval_every=2)
+    flags = *flags.split(), '--accum=2', '--dropout=0.2', '--log_every=1'
+    run(whole.parent, *flags)
+    for k in steps:
+        again = tmp_path / str(k) / whole.name
+        to_come.extend(range(2 * k - 1))                        # batches before the one in which it is asked
+        with pytest.raises(AssertionError):
+            run(again.parent, *flags)
+        assert f'stopped after step {k}, which is saved: --resume with this --out goes on' in capsys.readouterr().err
+        assert weights_py.read_tensors(again)[1]['step'] == k and same(again, whole) == (k == 5)
+        if k < 5:
+            with open(again.with_name('log.jsonl'), 'a') as f:
+                f.write(f'{{"step": {k + 1}, "loss": 7.0}}\n{{"step": 1, "lo')
+            assert train.main(['--resume', f'--out={again.parent}']) == 0
+            assert same(again, whole) and told(again.parent) == told(whole.parent)
+            assert weights_py.read_tensors(again)[1]['best'] == weights_py.read_tensors(whole)[1]['best']
 
 def test_what_load_returns_is_saved_whole_and_resumed_but_as_no_other_model(a_model, tmp_path, capsys):
     path, resume = tmp_path / 'ckpt.safetensors', ['--resume', f'--out={tmp_path}']
