@@ -1013,19 +1013,6 @@ def test_fast_caches_equal_the_definition_in_all_they_return(policy):
             near([went2[name][there] for name in 'kv'], [went[name][there] for name in 'kv'])
             near(in_order(cached2, *totals), in_order(cached, *totals), tol)
 
-@pytest.mark.parametrize('impl', ['chunk', 'fused'])
-def test_convolution_equals_torch_conv1d(impl):
-    """In values and gradients, which one form writes by hand."""
-    conv = model_py.Conv(6, 4).double()
-    conv.forms = pick_forms(impl)
-    x = torch.randn(2, 9, 6, dtype=f64, requires_grad=True)
-    outputs = F.conv1d(F.pad(x.mT, (3, 0)), conv.weight.T[:, None], groups=6).mT, conv(x)[0]
-    near(outputs[1], outputs[0])
-    dy = torch.randn(2, 9, 6, dtype=f64)
-    exact, found = (torch.autograd.grad(y, [x, conv.weight], dy) for y in outputs)
-    near(found, exact)
-    near(model_py.relu_squared(x), x.clamp(min=0) ** 2)
-
 @every_gate
 def test_a_long_text_in_segments_is_the_same(gates, monkeypatch):
     """Values and gradients, where the last segment alone keeps what the backward needs, the last one is
