@@ -3709,26 +3709,6 @@ def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(gi
 def tells_its_steps(said, stage, steps):
     return all(f'{stage} | step {i:5d}/{steps} | loss' in said for i in range(1, steps + 1))
 
-def the_table_adds_up(table):
-    """Shares are perplexities over others'; every model but the caches had as many tokens as it should."""
-    tuned = min(row['perplexity'] for row in table[-3:-1])
-    for row in table:
-        assert row['recovered'] == pytest.approx(table[0]['perplexity'] / row['perplexity'])
-        assert row['of the tuned'] == pytest.approx(tuned / row['perplexity'])
-        assert row['low'] <= row['recovered'] <= row['high']
-    *student, first, second, anew = [row['tokens'] for row in table if not re.search('cached|same', row['model'])]
-    assert student[-1] == first == second == anew and student == sorted(student)
-
-def caches_beside(table, config):
-    """The caches of as many bytes as what was swapped -> how many there are"""
-    lines = {row['model']: row for row in table}
-    assert lines['teacher']['state bytes'] == 2 * (2 * 16 + 2 * 3) * 4 * 16 + 8      # and conv
-    swapped = sum(rule != 'softmax' for rule in config.rules)
-    caches = [row for name, row in lines.items() if 'as many bytes' in name]
-    for row in caches:
-        assert 0 <= lines['swapped']['state bytes'] - row['state bytes'] < swapped * 2 * (2 * 4 * 8 + 12)
-    return len(caches)
-
 def stage_1_came_nearer(found):
     """In each layer the divergence of attention fell; the query that is shown has weights, by ascending scores."""
     first, last = ([row['KL to teacher'] for row in found['layers'] if row['model'] == stage]
@@ -3744,27 +3724,34 @@ def stage_1_came_nearer(found):
     '--recipe=pure', '--recipe=hybrid --cache=6', '--recipe=decay --out_norm=false',
     '--layers=softmax,gla --distil=auto --dtype=bfloat16', '--recipe=hedgehog --lora=2 --distil_steps=15'])
 def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeypatch, capsys):
-    """Also by how much stage 1 lowers the divergence of attention. It is never silent for long."""
+    """Shares are perplexities over others'; every model but the caches, of as many bytes as what was swapped, had as
+    many tokens as it should. Stage 1 lowers the divergence of attention. It is never silent for long."""
     monkeypatch.setattr(stages, 'SLOW', 0)
     found = converted(teacher, tmp_path, *flags.split())
-    said = capsys.readouterr().out
+    said, lines = capsys.readouterr().out, {row['model']: row for row in found['table']}
     assert tells_its_steps(said, 'fine-tune', 3)
     if 'pure' in flags:
         assert tells_its_steps(said, 'distil (hidden)', 4) and tells_its_steps(said, 'control: from scratch', 7)
         assert sum('tok_s' in row for row in log(tmp_path)) == 4 + 3 + 3 * 7
-        tokens = {row['model']: row['tokens'] for row in found['table']}
-        assert (tokens['distilled (hidden)'], tokens['fine-tuned']) == (4 * 2 * 16, 7 * 2 * 16)
-    names = [row['model'] for row in found['table'] if not re.search('cached|same', row['model'])]
+        assert [lines[name]['tokens'] for name in ('distilled (hidden)', 'fine-tuned')] == [4 * 2 * 16, 7 * 2 * 16]
+    names = [name for name in lines if not re.search('cached|same', name)]
     rates = ('0.01', '0.001') if 'lora' in flags else ('0.001', '0.0001')      # LoRA bears ten times as much
     controls = [f'control: teacher, {lr}' for lr in rates] + ['control: student from scratch']
     assert names[:2] == ['teacher', 'swapped'] and names[-4:] == ['fine-tuned', *controls]
-    the_table_adds_up(found['table'])
+    *student, first, second, anew = [lines[name]['tokens'] for name in names]
+    assert student[-1] == first == second == anew and student == sorted(student)
+    tuned = min(lines[name]['perplexity'] for name in controls[:2])
+    for row in found['table']:
+        assert row['recovered'] == pytest.approx(lines['teacher']['perplexity'] / row['perplexity'])
+        assert row['of the tuned'] == pytest.approx(tuned / row['perplexity'])
+        assert row['low'] <= row['recovered'] <= row['high']
     result = json.loads((tmp_path / 'result.json').read_text())
-    assert result['steps'] == 3
-    assert [result['recovered']] == [row['recovered'] for row in found['table'] if row['model'] == 'fine-tuned']
-    assert caches_beside(found['table'], load(tmp_path / 'ckpt.safetensors')[0].config) == 3
-    again = [row['model'] for row in found['table'] if row['model'].startswith('the same')]
-    assert bool(again) == flags.startswith('--recipe=hybrid')
+    assert result['steps'] == 3 and result['recovered'] == lines['fine-tuned']['recovered']
+    assert lines['teacher']['state bytes'] == 2 * (2 * 16 + 2 * 3) * 4 * 16 + 8      # and conv
+    swapped = sum(rule != 'softmax' for rule in load(tmp_path / 'ckpt.safetensors')[0].config.rules)
+    fewer = [lines['swapped']['state bytes'] - lines[name]['state bytes'] for name in lines if 'as many bytes' in name]
+    assert len(fewer) == 3 and all(0 <= few < swapped * 2 * (2 * 4 * 8 + 12) for few in fewer)
+    assert any(name.startswith('the same') for name in lines) == flags.startswith('--recipe=hybrid')
     if found['distil'] == 'ce':
         stage_1_came_nearer(found)
 
