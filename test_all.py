@@ -1280,14 +1280,6 @@ def test_gates_start_where_the_docstring_says():
     log_f = FastWeights('retention', 16, 4, 8).gates(torch.randn(1, 1, 16))['log_f']
     near(1 - log_f.exp().flatten(), .5 ** torch.tensor([5., 6, 7, 8]), 1e-4)
 
-@pytest.mark.parametrize('gates, why', [
-    (dict(f='channel', write='1-f'), 'needs f=head'),
-    (dict(phi='elu', norm='attn', write='channel'), 'denominator of its own')])
-def test_a_rule_whose_gates_do_not_fit_is_refused(gates, why, monkeypatch):
-    monkeypatch.setitem(RULES, 'mine', fastweight.Rule('', **gates))
-    with pytest.raises(ValueError, match=why):
-        FastWeights('mine', 8, 2, 4)
-
 @pytest.mark.parametrize('rule, phi', [('sum', 'favor'), ('gated', 'rfa')])
 def test_random_features_are_redrawn_in_training_only_where_batches_may_share_a_backward(rule, phi):
     layer, x = FastWeights(rule, 8, 2, 4, phi), torch.randn(1, 5, 8)
@@ -1398,6 +1390,7 @@ def test_a_seed_gives_the_weights_and_logits_it_has_always_given():
     assert not [name for name in built(out_norm=False).state_dict() if 'out_norm' in name]
 
 def test_a_rule_a_map_and_a_policy_of_your_own_may_come_at_any_time(a_model, monkeypatch):
+    """A rule whose gates do not fit is refused."""
     monkeypatch.setitem(POLICIES, 'odd', lambda a, total, pos, v, t, cache, sinks: pos % 2 + pos / 1e3)
     monkeypatch.setitem(FEATURE_MAPS, 'cube', partial(fastweight.FeatureMap, f=lambda x: x.relu() ** 3))
     monkeypatch.setitem(RULES, 'mine', fastweight.Rule('sum by cubes', 'cube', 'attn'))
@@ -1409,6 +1402,11 @@ def test_a_rule_a_map_and_a_policy_of_your_own_may_come_at_any_time(a_model, mon
             built(**wrong)
     for bounded in caches.bounded, fast.caches.bounded:
         test_policies_agree_with_the_book_token_for_token('odd', bounded)
+    for gates, why in (dict(f='channel', write='1-f'), 'needs f=head'), (
+            dict(phi='elu', norm='attn', write='channel'), 'denominator of its own'):
+        monkeypatch.setitem(RULES, 'mine', fastweight.Rule('', **gates))
+        with pytest.raises(ValueError, match=why):
+            FastWeights('mine', 8, 2, 4)
 
 @pytest.mark.parametrize('given, why', [
     (dict(encoder=1, source=5), 'source'), (dict(rope_scaling=[8, 4, 1, 32]), 'low below high'), (dict(rule='sink', overflow=':favor'), '--overflow=:favor'),
