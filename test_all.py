@@ -653,7 +653,6 @@ import functools
 import gzip
 import hashlib
 import http.server
-import inspect
 import io
 import itertools
 import json
@@ -2773,8 +2772,8 @@ def folder_of_texts(folder, case):
     words, about, named = raw['model']['vocab'], dict(tokenizer_class='TokenizersBackend'), {}
     marks = {f'<|{word}|>': len(words) + i for i, word in enumerate(('end', 'turn'))}
     listed = {str(i): dict(content=word, special=i % 2 == 0, lstrip=True) for word, i in marks.items()}
-    kind = 'llama'
-    if case in ('GPT2Tokenizer', 'Qwen2Tokenizer'):
+    kind, plain = 'llama', dict(lstrip=True, rstrip=True, normalized=False, single_word=False)
+    if case in texts.SPLITS:
         put(folder, 'vocab.json', json.dumps(words))
         put(folder, 'merges.txt', '#version: 0.2\n' + '\n'.join(map(' '.join, raw['model']['merges'])))
         put(folder, 'added_tokens.json', json.dumps(marks))
@@ -2792,19 +2791,16 @@ def folder_of_texts(folder, case):
     elif case == 'listed':              # the named one not as special; and a list of names
         about.update(added_tokens_decoder=listed, eos_token='<|turn|>', extra_special_tokens=dict(image='<|end|>'))
     elif case == 'flags':               # of tokenizer.json hold, where others only name a token
-        raw['added_tokens'] += [dict(id=i, content=word, special=True, lstrip=True, rstrip=True, single_word=False,
-                                     normalized=False) for word, i in marks.items()]
+        raw['added_tokens'] += [dict(plain, id=i, content=word, special=True) for word, i in marks.items()]
         about.update(eos_token='<|end|>', extra_special_tokens=['<|turn|>'])
     elif case == 'named':               # a word of the tokenizer, and one that it lacks
         raw['added_tokens'] = raw['added_tokens'][:2]
-        named = dict(eos_token=dict(content='</s>', rstrip=True, lstrip=False, normalized=False, single_word=False),
-                     bos_token='quick', additional_special_tokens=['<|turn|>'])
-    if case not in texts.SPLITS:
-        put(folder, 'tokenizer.json', json.dumps(raw))
-    put(folder, 'config.json', json.dumps(dict(model_type=kind)))
-    put(folder, 'tokenizer_config.json', json.dumps(about))
-    if named:
-        put(folder, 'special_tokens_map.json', json.dumps(named))
+        named = dict(eos_token=dict(plain, content='</s>', lstrip=False), bos_token='quick')
+        named['additional_special_tokens'] = ['<|turn|>']
+    for name, content in dict(config=dict(model_type=kind), tokenizer_config=about, special_tokens_map=named,
+                              tokenizer=case not in texts.SPLITS and raw).items():
+        if content:
+            put(folder, f'{name}.json', json.dumps(content))
 
 @pytest.mark.parametrize('case', [*texts.SPLITS, 'bert', 'no bos', 'listed', 'flags', 'named', 'plain'])
 def test_the_files_of_a_folder_say_together_what_its_text_is(case, tmp_path):
@@ -4703,7 +4699,7 @@ def test_imports_only_point_down():
         fast_ones = {other for other in used if other.partition('.')[0] in ('fast', 'kernels')}
         assert not fast_ones or name in ('kernels', 'memory', 'bench', 'test_all')
     assert all(name.endswith('.__init__') for name in sources().keys() - LAYER.keys())
-    pick_forms = ast.parse(inspect.getsource(memory.pick_forms))
+    pick_forms, = (node for node in sources()['memory'].body if getattr(node, 'name', '') == 'pick_forms')
     assert {'kernels', 'fast.caches'} <= {dotted for node in ast.walk(pick_forms) for dotted in imported(node)}
 
 def test_nothing_is_unpickled_or_evaluated():
