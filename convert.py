@@ -473,7 +473,7 @@ def untrained_student(args, changes, teacher, data):
         changes['layers'] = ','.join('softmax' if i in kept else rule for i, rule in rules)
         student, new = swap(teacher, changes, places)
     config = student.config
-    refuse(student.cannot_train(data.meta, args.steps))
+    refuse(student.cannot_train(data.meta, args.data, args.steps))
     if any(RULES[rule].bounded for rule in config.rules) and config.cache >= data.T:
         raise ValueError(f'--cache={config.cache}: rows of {data.T} tokens never leave the cache, so nothing '
                          'would be learned; take a smaller --cache, or a longer --row')

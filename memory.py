@@ -180,11 +180,15 @@ class FastWeights(nn.Module):
         self.norm = norm or self.rule.norm
         self.spec = phi or self.rule.phi
         self.phi = feature_map(self.spec, n_head, key_dim or head_dim)
-        refuse(mistakes_together(rule, self.phi, self.norm))
+        refuse(self.mistakes(rule))
         self.gates = self.gates_class(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max,
                                       gate_rank)
         self.normalise = self.norm == 'attn'
         self.normaliser = NORMALISERS[self.norm]
+
+    def mistakes(self, rule):
+        """For `refuse`. models/ablation.py goes together otherwise."""
+        return mistakes_together(rule, self.phi, self.norm)
 
     def to_write(self, x, k, v, t=0):
         """What the recurrence needs of the text that is written -> dict of k (B, H, T, K), v and the gates"""

@@ -398,10 +398,10 @@ class GPT(nn.Module):
         """x (.., n_embd) -> (.., vocab)"""
         return F.linear(x, self.embed.weight)
 
-    def cannot_train(self, data, steps):
-        """For `refuse`: why it cannot be trained on such data, a data.kinds.Data, in so many steps"""
+    def cannot_train(self, data, name, steps):
+        """For `refuse`: why it cannot be trained on data of this name, a data.kinds.Data, in so many steps"""
         yield data.classes or data.source, (
-            f'{data.name}: it has classes or translations, and a {type(self).__name__} predicts the next '
+            f'--data={name}: it has classes or translations, and a {type(self).__name__} predicts the next '
             'token; leave out the flags that ask for one')
 
     def mixers(self):

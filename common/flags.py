@@ -183,7 +183,7 @@ def parse(argv, doc, *classes, first='', more=None):
     flags, those of a class with a title under that title. more(): further classes, which are asked for only
     if there is --help, or a flag that the others have not; then their dicts come, too."""
     ours = {f'--{field.name.rstrip("_")}' for c in classes for field in dataclasses.fields(c)}
-    if more and any(word.startswith('-') and word.partition('=')[0] not in ours for word in argv):
+    if more and any(word.partition('=')[0] not in ours for word in argv):
         classes = [*classes, *more()]
     what, commands, *rest = [*(doc or '').split('\n\n', 2), '', '']    # python -OO removes docstrings
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=f'{what}\n\n{commands}',

@@ -9,7 +9,7 @@ is no row of S that the rule would keep: it is summed beside S.
 import torch
 
 from caches import for_heads
-from fastweight import FLOOR, RULES
+from fastweight import FLOOR, NORMALISERS, RULES
 from models.pretrained import Pretrained, PretrainedBlock, PretrainedMixer
 from models.slots import Slotted
 
@@ -22,14 +22,21 @@ def seen_by_k(k, n):
 class ByKeys(Slotted):
     """FastWeights for a rule that erases, divided by the sum of the keys. The state is S with n as its last
     row."""
-    def __init__(self, rule, n_embd, n_head, head_dim, phi, norm, *rest):
-        super().__init__(rule, n_embd, n_head, head_dim, phi, 'sum', *rest)
-        if self.rule.f:
-            raise ValueError(f'--norm=attn with --rule={rule}: erasing makes weights negative, so their sum '
-                             'n.q may be 0 or below; what delta divides by instead, the sum of keys, has no '
-                             'decay; use --norm=l2')
-        self.norm = 'attn'
-        self.normalise = True
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.normaliser = NORMALISERS['sum']
+
+    def mistakes(self, rule):
+        yield self.rule.write == 'channel', (
+            f'--norm=attn with --rule={rule}: each value channel is apart and needs a denominator of its own')
+        yield self.rule.f, (
+            f'--norm=attn with --rule={rule}: erasing makes weights negative, so their sum n.q may be 0 or '
+            'below; what delta divides by instead, the sum of keys, has no decay; use --norm=l2')
+        yield not self.phi.mean, (
+            '--norm=attn divides by n.q, which this map can make zero or negative: use a map >= 0, as '
+            '--phi=elu, or --norm=l2')
+        yield not self.phi.positive, (
+            '--norm=attn divides by the sum of the features, here maybe zero or negative: use --norm=l2')
 
     def recurrence(self, q, k, v, write, erase, S, **how):
         n = k.cumsum(2)                                         # (B, G, T, K): the keys up to t

@@ -211,7 +211,7 @@ class EncoderConfig(Config):
     def contradictions(self):
         yield from super().contradictions()
         yield self.causal, '--causal=true: an encoder sees all of the text; leave the flag out'
-        yield from unreadable(self.rules, self.norm)
+        yield from unreadable(self.rules, self.phi, self.norm)
 
     def layer_norm(self):
         return nn.LayerNorm(self.n_embd, self.eps, bias=self.bias)
@@ -224,8 +224,9 @@ class EncoderConfig(Config):
         return self.block_size // (self.patch or 1) + self.cls
 
 
-def unreadable(rules, norm):
-    """For `refuse`: rules that cannot see all steps at once"""
+def unreadable(rules, phi, norm):
+    """For `refuse`: rules and maps that cannot see all steps at once"""
+    yield phi.partition(':')[0] == 'slots', '--phi=slots: it is for a text that is read step by step'
     for name in rules:
         yield RULES[name].bounded, (
             f'--causal=false --rule={name}: it evicts step by step, but an encoder sees all at once; '
@@ -318,8 +319,8 @@ class Encoder(GPT):
         x, _ = self.hidden(tokens, state)
         return self.head(self.pooled(x, tokens)), None
 
-    def cannot_train(self, data, steps):
+    def cannot_train(self, data, name, steps):
         yield not data.classes, (
-            f'--causal=false --data={data.name}: each step would see the token that it should say; an '
+            f'--causal=false --data={name}: each step would see the token that it should say; an '
             'encoder needs classes: lines 0<TAB>text in a .tsv (not .csv), or a set such as listops (pairs: '
             '--encoder=3)')

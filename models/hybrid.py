@@ -199,10 +199,10 @@ class Hybrid(GPT):
     config_class = HybridConfig
     block_class = HybridBlock
 
-    def cannot_train(self, data, steps):
+    def cannot_train(self, data, name, steps):
         """With --overflow, which token a policy evicts depends on weights, and no gradient says which it
         should."""
-        yield from super().cannot_train(data, steps)
+        yield from super().cannot_train(data, name, steps)
         chooses = self.config.keeps() - {'all', None, 'window', 'sink'}
         yield steps and self.config.overflow and chooses, (
             f'--rule={", ".join(chooses)} --overflow={self.config.overflow}: train with --rule=sink; the '

@@ -55,7 +55,7 @@ class TranslatorConfig(Config):
 
     def contradictions(self):
         yield from super().contradictions()
-        yield from unreadable(self.source_rules, self.norm)
+        yield from unreadable(self.source_rules, self.phi, self.norm)
 
 
 class Cross(WholeMixer):
@@ -168,7 +168,7 @@ class Translator(GPT):
     def first_layer(self, B, T):
         self.encoder[0](self.embed.weight.new_zeros(B, T, self.config.n_embd))
 
-    def cannot_train(self, data, steps):
+    def cannot_train(self, data, name, steps):
         yield not data.source, f'--encoder={self.config.encoder}: give data with pairs, such as multi30k'
 
     @torch.inference_mode()

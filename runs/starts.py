@@ -177,7 +177,8 @@ def bytes_of(model, data):
     """About how much memory a step takes besides torch: a parameter with its gradient and two averages, and
     what the backward needs of a batch. Caches and long rows take more."""
     config = model.config
-    inner = model.blocks[0].up.out_features
+    mlp = model.blocks[0]
+    inner = (mlp.up.out_features + mlp.down.in_features) / 2        # a gated one has two factors
     kept = 24 * config.n_layer * (config.n_embd + inner)    # a token: its layers
     if not data.meta.classes:                               # a class is said once a row
         kept += 12 * config.vocab_size                      # its logits
@@ -189,7 +190,7 @@ def cannot_go_together(args, data, model):
     """Pairs (is it wrong?, message) for `refuse`: flags, data and model that do not fit together."""
     meta = data.meta
     of = f'--data={args.data}'
-    yield from model.cannot_train(meta, args.steps)
+    yield from model.cannot_train(meta, args.data, args.steps)
     yield args.batch_size % data.world, (
         f'--batch_size={args.batch_size} does not divide among {data.world} processes')
     least = data.T + 2 if meta.kind == 'text' else meta.step
