@@ -1712,7 +1712,8 @@ def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp
     ('GPT', dict(rule='tova', pos='learned', bias=True)), ('Hybrid', dict(rule='window', cache=0, overflow='sum')),
     ('Hybrid', dict(rule='sum', phi='slots')), ('Pretrained', dict(rule='delta', rms=True)),
     ('DividedByKeys', dict(rule='delta', norm='attn', phi='elu')), ('ManyWrites', dict(rule='delta', writes=2)),
-    ('Encoder', dict(rule='sum', classes=3, pad=1, pos='learned')), ('Translator', dict(PAIRS, rule='delta', cross='sum'))])
+    ('Encoder', dict(rule='sum', classes=3, pad=1, pos='learned')), ('Classifier', dict(rule='delta', classes=3, pad=1)),
+    ('Translator', dict(PAIRS, rule='delta', cross='sum'))])
 def test_a_file_of_one_config_for_all_kinds_has_the_class_of_what_it_uses(kind, fields):
     """As older versions wrote them, all fields in one, those of joined pairs in a decoder, too."""
     cls = models.named(kind)
@@ -1723,8 +1724,19 @@ def test_a_file_of_one_config_for_all_kinds_has_the_class_of_what_it_uses(kind, 
     assert model_files.class_and_config({'config': old}, 'old') == (cls, config)
     new = {'model': kind, 'config': dataclasses.asdict(config)}
     assert model_files.class_and_config(new, 'new') == (cls, config)
-    with pytest.raises(ValueError, match='old: .* sees no later step'):         # they had no class of their own
-        model_files.class_and_config({'config': old | dict(causal=True, encoder=0, classes=3)}, 'old')
+
+def test_a_decoder_says_the_class_of_what_it_has_read(threes, tmp_path, capsys):
+    """With --causal=true: at each place, in a state, from what stands before; --lines asks the last place."""
+    run = f'--data={threes}', f'--out={tmp_path}', *'--causal=true --rule=delta --n_layer=1 --n_embd=16'.split()
+    assert train.main([*run, '--steps=2', '--device=cpu', '--threads=1']) == 0
+    path = tmp_path / 'ckpt.safetensors'
+    model, tokens = load(path)[0], torch.tensor([[1, 2, 3, 4]])
+    whole, _ = model(tokens)
+    assert whole.shape == (1, 4, 2)
+    near(model_in_parts(model, tokens, [1, 3])[0], whole, 1e-5)
+    p = whole[0, -1].softmax(-1)
+    assert written(capsys, f'--init={path}', '--prompt=1 2 3 4', '--lines')[0] == f'{p.argmax()}\t{p.max():.3f}\t1 2 3 4\n'
+    assert [seen.real.tolist() for seen in through(model, torch.tensor([[1, 2, 9, 9]]))] == [[[True, True, False, False]]]
 
 @pytest.mark.parametrize('rule', ['sink', 'tova-sink'])
 def test_a_decoder_keeps_its_own_first_tokens(rule):
@@ -4700,7 +4712,8 @@ ROOMS = [               # a file imports only from rows above its own; papers do
     'memory', 'model',                                                          # the ground floor
     'data.vocabulary data.special', 'data.chat data.sources data.tasks data.rows', 'data.sets data.ways', 'data.prepare',
     'hub.families hub.texts', 'hub.folders',
-    'models.slots models.encoder', 'models.hybrid', 'models.pretrained models.translator', 'models.ablation models.writes',
+    'models.slots models.encoder', 'models.hybrid', 'models.pretrained models.translator',
+    'models.ablation models.writes models.classifier',
     'models.__init__', 'models.files',
     'runs.log runs.processes runs.answers runs.states runs.talk look.watch', 'runs.starts look.page',
     'train sample', 'students.begin students.fold students.judge students.lora students.rivals', 'students.stages', 'convert', 'papers.suites', 'papers.harness papers.report',

@@ -97,15 +97,16 @@ def first(result):
 def through(model, tokens, pad=None):
     """Run the model on tokens (B, T) from a fresh start and yield a `Seen` per mixer, in the order of
     computation, as soon as its block is computed. Only one block's tensors are in memory. pad: the token that
-    is padding in texts of a decoder; an encoder and a translator know theirs"""
+    is padding in texts of a decoder; models with classes or pairs know theirs"""
     if model.task == 'translate':
         yield from through_pairs(model, tokens)
         return
     x = model.embedded(tokens)
-    if model.task == 'classify':
+    if hasattr(model, 'not_padding'):               # an encoder
         real = encoder_real = model.not_padding(tokens)
         rest = (real,)
     else:
+        pad = getattr(model.config, 'pad', pad)
         real = None if pad is None else tokens != pad
         encoder_real = None
         rest = ()

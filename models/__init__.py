@@ -6,6 +6,7 @@
     pretrained.py     the layers of Llama, Qwen, Olmo and of the rules' papers: built on hybrid.py
     writes.py         several writes per token (DeltaProduct), and
     ablation.py       delta divided by the sum of keys (Schlag 2021): both built on pretrained.py
+    classifier.py     a decoder that says classes (--causal=true), built on pretrained.py
     encoder.py        each step reads the whole text: classifiers, BERT, ViT
     translator.py     an encoder, and a decoder that reads what it has written
     files.py          models in files: save, load
@@ -22,7 +23,7 @@ from fastweight import RULES
 KINDS = {           # in the order in which they are built on each other: title of their flags in --help
     'GPT': '', 'Hybrid': 'a matrix beside a cache', 'Pretrained': 'layers as in papers and on the hub',
     'DividedByKeys': '', 'ManyWrites': 'several writes per token', 'Encoder': 'with classes',
-    'Translator': 'with pairs'}
+    'Translator': 'with pairs', 'Classifier': ''}
 
 
 def named(name):
@@ -42,6 +43,9 @@ def named(name):
     if name == 'ManyWrites':
         from models.writes import ManyWrites
         return ManyWrites
+    if name == 'Classifier':
+        from models.classifier import Classifier
+        return Classifier
     if name == 'Encoder':
         from models.encoder import Encoder
         return Encoder
@@ -97,13 +101,15 @@ def merged(parts):
 def asked_for(given, like=None, told=''):
     """The first class that has all these flags of a model, a dict, and what they ask for. like: a class on
     which it has to be built. ValueError, with what each flag is for, if there is none. told: begins it"""
-    names = [*KINDS]
+    names = [*KINDS]                        # from which on a kind can do it, where that depends on a value
     rules = by_layer(given.get('layers', ''), given.get('rule', 'delta'), 64)
     least = 'GPT'
     if given.get('phi', '').partition(':')[0] == 'slots':
         least = 'Hybrid'
     if given.get('norm') == 'attn' and any(RULES[rule].erases for rule in rules if rule in RULES):
         least = 'DividedByKeys'
+    if given.get('causal'):
+        least = 'Classifier'
     for name in names[names.index(least):]:
         cls = named(name)
         if given.keys() <= fields_of(cls) and issubclass(cls, like or named('GPT')):

@@ -210,7 +210,7 @@ class EncoderConfig(Config):
 
     def contradictions(self):
         yield from super().contradictions()
-        yield self.causal, '--causal=true: an encoder sees all of the text; leave the flag out'
+        yield self.causal, 'causal=True: an encoder sees all of the text; models/classifier.py does not'
         yield from unreadable(self.rules, self.phi, self.norm)
 
     def layer_norm(self):

@@ -116,10 +116,10 @@ def class_and_config(meta, why):
     given = {name: x for name, x in raw.items() if name not in ABSENT or x != ABSENT[name]}
     if raw.get('causal', True) and not raw.get('encoder'):
         if raw.get('classes'):
-            raise ValueError(f'{why}: it says classes and sees no later step, which only older versions '
-                             'could; train an encoder on its data')
-        of_data = 'pad', 'source', 'patch'
-        given = {name: x for name, x in given.items() if name not in of_data}
+            given['causal'] = True
+        else:                                               # a decoder needs nothing of its data
+            of_data = 'pad', 'source', 'patch'
+            given = {name: x for name, x in given.items() if name not in of_data}
     try:
         cls = models.asked_for(given)
         return cls, cls.config_class(**given)

@@ -87,6 +87,7 @@ def classes_of(model, row, data):
     if c.pad is None and T != whole:                        # half a picture is none
         raise ValueError(f'--prompt: {plural(T, "token")}, but a row of this model has {whole}')
     logits, _ = model(tokens)
+    logits = logits.reshape(-1, c.classes)[-1:]             # the last token's, if there is one for each
     p, order = logits[0].softmax(-1).sort(descending=True)
     return list(zip(order.tolist(), p.tolist()))
 
