@@ -108,17 +108,17 @@ def multi30k(clone):
 
 
 HUB_MODEL = """
-import dataclasses, sys
+import sys
 from data.kinds import Data
 from hub.families import FAMILIES
 from hub.folders import to_folder
-from model import GPT, Config
+from models.files import class_and_config, whole_config
 folder, kind, tokens = sys.argv[1:]
 sizes = dict(n_layer=2, n_head=2, n_embd=16, n_inner=16, vocab_size=512, block_size=1024)
-model = GPT(Config(rule='softmax', **sizes, **FAMILIES[kind].config))
+cls, config = class_and_config({'config': dict(rule='softmax', **sizes, **FAMILIES[kind].config)}, kind)
 template = '{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}assistant:'
 data = Data('json', 512, json=tokens, files={'chat_template.jinja': template})
-to_folder(folder, model.state_dict(), dataclasses.asdict(model.config), data)
+to_folder(folder, cls(config).state_dict(), whole_config(config), data)
 """
 
 

@@ -203,6 +203,7 @@ def refuse_pixels(raw):
 def to_folder(folder, tensors, config, data):
     """Write tensors in our names as model.safetensors and config.json in the hub's layout, and beside them
     what data has of the folder that the model came from: its texts, its other entries of config.json.
+    config: a dict with the fields of all kinds, see models.files.whole_config.
     ValueError for models of no family that we can write. New files are made aside. The old config.json is
     removed first and the new one moved in last, so that two models are never mixed."""
     texts = dict(data.files or {})
