@@ -16,13 +16,13 @@ import time
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
+from common.errors import script      # before torch: common/__init__.py
 import torch
 import torch.nn.functional as F
 
 import caches
 import fastweight
 import kernels
-from common.errors import script
 from common.flags import flag, hint, parse
 from common.machine import pick_device, pick_dtype
 from common.weights import state_bytes

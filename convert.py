@@ -42,6 +42,7 @@ import math
 import sys
 from dataclasses import dataclass
 
+from common.errors import script      # before torch: common/__init__.py
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -50,7 +51,6 @@ import models
 import train
 from common import files
 from common.checks import idle
-from common.errors import script
 from common.flags import briefly, by_layer, flag, parse, refuse, subset, typed
 from common.machine import commit, logits_at_once, pick_device, take_threads
 from common.terminal import table

@@ -24,12 +24,12 @@ import sys
 import time
 from dataclasses import dataclass
 
+from common.errors import aside, note, script      # before torch: common/__init__.py
 import torch
 
 import models
 from common import files
 from common.checks import idle
-from common.errors import aside, note, script
 from common.flags import flag, parse, plural, refuse
 from common.machine import pick_device, take_threads
 from common.weights import chosen_texts, state_bytes

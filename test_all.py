@@ -3451,6 +3451,21 @@ def test_sampling_takes_the_fastest_number_of_threads(slower, a_model, monkeypat
     finally:
         torch.set_num_threads(1)
 
+@pytest.mark.parametrize('script', ['train', 'sample', 'convert', 'bench'])
+def test_threads_spin_briefly(script):
+    """libgomp reads its variables as torch is imported: before, they are set, and a user's own value stands."""
+    look = ("import importlib.abc, os, sys\n"
+            "class Finder(importlib.abc.MetaPathFinder):\n"
+            "    def find_spec(self, name, path, target=None):\n"
+            "        if name == 'torch':\n"
+            "            print(os.environ.get('GOMP_SPINCOUNT'), os.environ.get('KMP_BLOCKTIME'), flush=True)\n"
+            "            os._exit(0)\n"
+            f"sys.meta_path.insert(0, Finder())\nimport {script}")
+    own = {name: value for name, value in os.environ.items() if name not in ('GOMP_SPINCOUNT', 'KMP_BLOCKTIME')}
+    for given, said in ({}, '20000 1\n'), ({'GOMP_SPINCOUNT': '7'}, '7 1\n'):
+        found = subprocess.run([sys.executable, '-c', look], env=own | given, cwd=HERE, capture_output=True, text=True)
+        assert found.stdout == said, found.stderr
+
 @pytest.mark.parametrize('rule', VARIED)
 def test_a_saved_state_goes_on_as_if_never_stopped(rule, a_model, characters, tmp_path, capsys):
     """The same text, and, as a model this young may well say one thing whatever its state, the same state:

@@ -22,6 +22,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from common.errors import Stop, script      # before torch: common/__init__.py
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,6 @@ from torch.nn.utils import clip_grad_norm_
 
 import models
 from common import files, machine
-from common.errors import Stop, script
 from common.flags import flag, parse, plural
 from common.terminal import progress
 from common.weights import map_state
