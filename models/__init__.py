@@ -117,8 +117,8 @@ def asked_for(given, like=None, told=''):
     owners = [f'--{own} is for {title or name!r}' for name, title in KINDS.items() if name != 'GPT'
               for own in own_flags(name) if own in given]
     begins = f'{told}: ' if told else ''
-    raise ValueError(f'{begins}{", ".join(owners)}: no model has all of that; leave one out (--help lists '
-                     'them)')
+    raise ValueError(f'{begins}{", ".join(owners)}: no model has all of that; leave one out '
+                     '(--help lists them)')
 
 
 def for_data(cls, data):

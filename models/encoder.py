@@ -189,7 +189,8 @@ ACTS['gelu-erf'] = F.gelu                           # BERT, ViT
 @dataclass
 class EncoderConfig(Config):
     """A Config of a model that reads a whole text at once, and says its class"""
-    causal: bool = flag(False, 'false: an encoder, each step sees all of the text; needs data with classes')
+    causal: bool = flag(False, 'needs data with classes. false: an encoder, each step sees all of the text; '
+                               'true: a decoder, whose last place says the class')
     pool: str = flag('mean', 'encoder: read the class from the mean of all positions, or the first',
                      ['mean', 'first'])
     classes: int = known(0, 0, 2 ** 32)     # 0: there is no output layer
